@@ -1,0 +1,71 @@
+"""Captions and transcripts of very many videos: Ray Data, Qwen-VL, Whisper, Parquet.
+
+    import qwen_ray
+
+    report = qwen_ray.run(qwen_ray.configure("./videos", "./out", preset="tiny"))
+    clips = qwen_ray.read_table("./out", "clips").to_pandas()
+
+Importing the package loads neither torch nor ray; each name loads what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qwen_ray.api import configure, frames, probe, read_table
+    from qwen_ray.config import PRESETS, CaptionConfig, CommitConfig, DecodeConfig, JobConfig, SpeechConfig, StorageConfig
+    from qwen_ray.errors import ConfigError, QwenRayError
+    from qwen_ray.io.verify import verify
+    from qwen_ray.report import RunReport
+    from qwen_ray.run import run
+
+_HOME = {
+    "PRESETS": "config",
+    "CaptionConfig": "config",
+    "CommitConfig": "config",
+    "ConfigError": "errors",
+    "DecodeConfig": "config",
+    "JobConfig": "config",
+    "QwenRayError": "errors",
+    "RunReport": "report",
+    "SpeechConfig": "config",
+    "StorageConfig": "config",
+    "configure": "api",
+    "frames": "api",
+    "probe": "api",
+    "read_table": "api",
+    "run": "run",
+    "verify": "io.verify",
+}
+
+__version__ = "0.1.0"
+__all__ = [
+    "PRESETS",
+    "CaptionConfig",
+    "CommitConfig",
+    "ConfigError",
+    "DecodeConfig",
+    "JobConfig",
+    "QwenRayError",
+    "RunReport",
+    "SpeechConfig",
+    "StorageConfig",
+    "configure",
+    "frames",
+    "probe",
+    "read_table",
+    "run",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'qwen_ray' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"qwen_ray.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,319 @@
+"""The complete description of a run: frozen dataclasses, nested by component, and the presets that fill them.
+
+A run is Python returning a whole `JobConfig`; files and flags override single values by path (`caption.batch_size=8`).
+Values are checked when a dataclass is built, before any cluster is touched. Fields marked `speed` change how fast a row
+is made but not what stands in it, so they stay out of the fingerprints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from qwen_ray.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def speed(default: T) -> T:
+    """A field that changes only speed or placement, never the content of a row."""
+    return cast(T, field(default=default, metadata={"speed": True}))
+
+
+def _check(ok: bool, path: str, found: object, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{path} = {found!r}: allowed is {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecodeConfig:
+    """From a file to clips of frames."""
+
+    window_s: float = 12.0
+    """Length of a clip in seconds; the last one may be shorter."""
+    num_frames: int = 16
+    """Frames per clip, evenly spaced in time; fewer where the clip has fewer."""
+    min_pixels: int = 4 * 28 * 28
+    """Fewest pixels of a frame after resizing."""
+    max_pixels: int = 360 * 640
+    """Most pixels of a frame after resizing."""
+    size_multiple: int = 28
+    """Height and width are multiples of this: the model's patch size times its spatial merge."""
+    deadline_s: float = speed(120.0)
+    """Longest time in seconds that a decoder may go without delivering anything before it is killed."""
+    num_cpus: float = speed(1.0)
+    """CPU cores that each decode actor asks of Ray."""
+    replicas: int = speed(0)
+    """Decode actors; 0 sizes the pool from the cluster."""
+
+    def __post_init__(self) -> None:
+        _check(self.window_s > 0, "decode.window_s", self.window_s, "more than 0 seconds")
+        _check(self.num_frames >= 2, "decode.num_frames", self.num_frames, "2 or more")
+        _check(self.size_multiple in (28, 32), "decode.size_multiple", self.size_multiple, "28 (Qwen2.5-VL) or 32 (Qwen3-VL)")
+        smallest = self.size_multiple**2
+        _check(smallest <= self.min_pixels, "decode.min_pixels", self.min_pixels, f"{smallest} or more")
+        _check(self.min_pixels <= self.max_pixels, "decode.max_pixels", self.max_pixels, f"min_pixels ({self.min_pixels}) or more")
+        _check(self.deadline_s > 0, "decode.deadline_s", self.deadline_s, "more than 0 seconds")
+        _check(self.num_cpus >= 0, "decode.num_cpus", self.num_cpus, "0 or more")
+        _check(self.replicas >= 0, "decode.replicas", self.replicas, "0 (automatic) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaptionConfig:
+    """From a clip's frames to its caption."""
+
+    engine: Literal["qwen_vl", "fake"] = "qwen_vl"
+    """Which engine answers: `qwen_vl`, or `fake` (instant, deterministic, for tests of everything around it)."""
+    model: str = "builtin:tiny-qwen2.5-vl"
+    """Checkpoint directory, hub id, or `builtin:NAME` for one that ships with the package."""
+    revision: str = ""
+    """Hub revision; empty for the default branch. The resolved one is recorded with every row."""
+    prompt_name: str = "describe"
+    """Name under which the prompt is recorded."""
+    prompt: str = "Describe the video."
+    """What the model is asked about each clip."""
+    system_prompt: str = ""
+    """System message; empty leaves the checkpoint's own."""
+    max_new_tokens: int = 128
+    """Most tokens of one caption."""
+    temperature: float = 0.0
+    """0 decodes greedily; above, samples."""
+    top_p: float = 1.0
+    """Nucleus sampling bound, used when temperature > 0."""
+    repetition_penalty: float = 1.0
+    """1 is none."""
+    seed: int = 0
+    """Seed of sampling; a clip's draw depends on it and on the clip's id."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """`auto`: bfloat16 on CUDA, float32 on CPU."""
+    batch_size: int = speed(8)
+    """Most clips in one model call."""
+    num_gpus: float = speed(1.0)
+    """GPU share of each engine; ignored on a cluster without GPUs."""
+    num_cpus: float = speed(1.0)
+    """CPU cores of each engine, also its thread count, where there is no GPU."""
+    replicas: int = speed(0)
+    """Engines; 0 sizes the pool from the cluster."""
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "caption.model", self.model, "a checkpoint directory, hub id or builtin:NAME")
+        _check(bool(self.prompt.strip()), "caption.prompt", self.prompt, "some text")
+        _check(self.max_new_tokens >= 1, "caption.max_new_tokens", self.max_new_tokens, "1 or more")
+        _check(self.temperature >= 0, "caption.temperature", self.temperature, "0 (greedy) or more")
+        _check(0 < self.top_p <= 1, "caption.top_p", self.top_p, "more than 0, at most 1")
+        _check(self.repetition_penalty > 0, "caption.repetition_penalty", self.repetition_penalty, "more than 0")
+        _check(self.batch_size >= 1, "caption.batch_size", self.batch_size, "1 or more")
+        _check(self.num_gpus > 0, "caption.num_gpus", self.num_gpus, "more than 0 (CPU-only clusters ignore it)")
+        _check(self.num_cpus > 0, "caption.num_cpus", self.num_cpus, "more than 0")
+        _check(self.replicas >= 0, "caption.replicas", self.replicas, "0 (automatic) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeechConfig:
+    """From a video's sound to its transcript."""
+
+    engine: Literal["whisper", "fake"] = "whisper"
+    """Which engine transcribes: `whisper` (faster-whisper), or `fake`."""
+    model: str = "builtin:whisper-tiny.en"
+    """Whisper in CTranslate2 form: a directory, a faster-whisper size or hub id, or `builtin:NAME`."""
+    language: str = ""
+    """ISO 639-1 code such as `en`; empty detects it."""
+    beam_size: int = 5
+    """Beams of the decoder; 1 is greedy."""
+    vad_threshold: float = 0.5
+    """Speech probability from which a moment counts as speech, 0 to 1."""
+    min_silence_s: float = 0.5
+    """A pause of at least this many seconds ends a stretch of speech."""
+    chunk_s: float = 30.0
+    """Longest stretch handed to the model at once, cut at pauses; Whisper's own window is 30 s."""
+    num_gpus: float = speed(0.25)
+    """GPU share of each engine; ignored on a cluster without GPUs."""
+    num_cpus: float = speed(1.0)
+    """CPU cores of each engine, also its thread count, where there is no GPU."""
+    replicas: int = speed(0)
+    """Engines; 0 sizes the pool from the cluster."""
+
+    def __post_init__(self) -> None:
+        _check(bool(self.model), "speech.model", self.model, "a directory, size, hub id or builtin:NAME")
+        _check(self.beam_size >= 1, "speech.beam_size", self.beam_size, "1 or more")
+        _check(0 < self.vad_threshold < 1, "speech.vad_threshold", self.vad_threshold, "between 0 and 1")
+        _check(self.min_silence_s > 0, "speech.min_silence_s", self.min_silence_s, "more than 0 seconds")
+        _check(1 <= self.chunk_s <= 30, "speech.chunk_s", self.chunk_s, "1 to 30 seconds")
+        _check(self.num_gpus > 0, "speech.num_gpus", self.num_gpus, "more than 0 (CPU-only clusters ignore it)")
+        _check(self.num_cpus > 0, "speech.num_cpus", self.num_cpus, "more than 0")
+        _check(self.replicas >= 0, "speech.replicas", self.replicas, "0 (automatic) or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageConfig:
+    """How object storage is reached; credentials come from the usual AWS variables, files or roles."""
+
+    endpoint_url: str = speed("")
+    """S3 endpoint, for stores other than AWS; empty for AWS."""
+    max_attempts: int = speed(5)
+    """Tries of one storage call before it counts as failed."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_attempts >= 1, "storage.max_attempts", self.max_attempts, "1 or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommitConfig:
+    """When finished rows become visible, and who may write."""
+
+    every_s: float = speed(60.0)
+    """Seconds between commits: the most work that a crash can cost."""
+    max_bytes: int = speed(64 << 20)
+    """Bytes of finished rows that force a commit earlier."""
+    lease_ttl_s: float = speed(60.0)
+    """A holder whose heartbeat is older than this is taken to be dead."""
+
+    def __post_init__(self) -> None:
+        _check(self.every_s > 0, "commit.every_s", self.every_s, "more than 0 seconds")
+        _check(self.max_bytes > 0, "commit.max_bytes", self.max_bytes, "more than 0 bytes")
+        _check(self.lease_ttl_s >= 1, "commit.lease_ttl_s", self.lease_ttl_s, "1 second or more")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobConfig:
+    """A whole run."""
+
+    input: str = speed("")
+    """File, folder, glob, `s3://` prefix, or a CSV, JSONL or Parquet manifest with a `uri` column."""
+    output: str = speed("")
+    """Folder or `s3://` prefix that holds the tables."""
+    preset: str = speed("custom")
+    """Name of the preset this configuration started from."""
+    address: str = speed("")
+    """Ray cluster to join; empty starts a private one on this machine."""
+    limit: int = speed(0)
+    """Most inputs to take, in listing order; 0 for all."""
+    max_failed_fraction: float = speed(0.1)
+    """Exit code 1 when more than this fraction of the run's videos failed."""
+    max_attempts: int = speed(3)
+    """Runs that try a failed, retryable video again before leaving it alone."""
+    decode: DecodeConfig = DecodeConfig()
+    """Frames."""
+    caption: CaptionConfig | None = CaptionConfig()
+    """Captions; null for none."""
+    speech: SpeechConfig | None = SpeechConfig()
+    """Transcripts; null for none."""
+    storage: StorageConfig = StorageConfig()
+    """Object storage."""
+    commit: CommitConfig = CommitConfig()
+    """Commits."""
+
+    def __post_init__(self) -> None:
+        _check(self.limit >= 0, "limit", self.limit, "0 (all) or more")
+        _check(0 <= self.max_failed_fraction <= 1, "max_failed_fraction", self.max_failed_fraction, "0 to 1")
+        _check(self.max_attempts >= 1, "max_attempts", self.max_attempts, "1 or more")
+        _check(self.caption is not None or self.speech is not None, "caption and speech", None, "at least one of the two")
+
+
+def tiny() -> JobConfig:
+    """The model of 6 million parameters that ships with the package, and Whisper tiny.en: runs anywhere, sees only shapes."""
+    return JobConfig(
+        preset="tiny",
+        decode=DecodeConfig(num_frames=8, min_pixels=4 * 28 * 28, max_pixels=13_000, num_cpus=0.5),
+        caption=CaptionConfig(model="builtin:tiny-qwen2.5-vl", max_new_tokens=48, num_gpus=0.1, num_cpus=0.5),
+        speech=SpeechConfig(model="builtin:whisper-tiny.en", language="en", num_gpus=0.1, num_cpus=0.5),
+    )
+
+
+PRESETS: dict[str, Callable[[], JobConfig]] = {"tiny": tiny}
+
+
+def preset(name: str) -> JobConfig:
+    """The named preset. Raises ConfigError with the nearest right name."""
+    if name not in PRESETS:
+        raise ConfigError(f"unknown preset {name!r}{nearest(name, PRESETS)}; presets: {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
+    """`; did you mean 'x'?`, or nothing when nothing is near."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def to_dict(config: JobConfig) -> dict[str, Any]:
+    """The configuration as plain nested values, as it is written beside the output."""
+    return dataclasses.asdict(config)
+
+
+def from_dict(values: Mapping[str, Any]) -> JobConfig:
+    """The inverse of `to_dict`. Raises ConfigError on unknown keys and wrong types or values."""
+    return override(JobConfig(), values)
+
+
+def override(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
+    """A copy with nested `values` laid over it. Raises ConfigError naming the field, what was found, what is allowed."""
+    merged = _merge(to_dict(config), values, JobConfig, "")
+    from pydantic import TypeAdapter, ValidationError  # 0.1 s to import: only where a configuration is made from outside
+
+    try:
+        return TypeAdapter(JobConfig).validate_python(merged)
+    except ValidationError as error:
+        first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            raise cause from None
+        path = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path} = {first['input']!r}: {first['msg']}") from None
+
+
+def set_paths(config: JobConfig, assignments: list[str]) -> JobConfig:
+    """Apply `path=value` assignments, values in YAML (`caption.temperature=0.7`, `speech=null`)."""
+    import yaml
+
+    for assignment in assignments:
+        path, equals, text = assignment.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {assignment!r}: expected path=value, such as caption.batch_size=8")
+        nested: Any = yaml.safe_load(text)
+        for key in reversed(path.strip().split(".")):
+            nested = {key: nested}
+        config = override(config, nested)
+    return config
+
+
+def load_file(path: str) -> dict[str, Any]:
+    """Nested values from a YAML or JSON file. Raises ConfigError if it cannot be read or is not a mapping."""
+    import yaml
+
+    try:
+        values = yaml.safe_load(Path(path).read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--config {path}: not YAML or JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"--config {path}: holds {type(values).__name__}, expected a mapping of fields to values")
+    return values
+
+
+def fingerprint(component: DecodeConfig | CaptionConfig | SpeechConfig, *more: str) -> str:
+    """16 hex digits over every field that changes a row's content, and over `more` (model revision, versions)."""
+    content = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if not f.metadata.get("speed")}
+    text = json.dumps([type(component).__name__, content, *more], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _merge(base: dict[str, Any], values: Mapping[str, Any], cls: type, path: str) -> dict[str, Any]:
+    nested = {"decode": DecodeConfig, "caption": CaptionConfig, "speech": SpeechConfig, "storage": StorageConfig, "commit": CommitConfig}
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    merged = dict(base)
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"unknown configuration key {path}{key}{nearest(str(key), known)}; known: {', '.join(known)}")
+        if cls is JobConfig and key in nested and isinstance(value, Mapping):
+            start = base[key] if base[key] is not None else dataclasses.asdict(nested[key]())
+            value = _merge(start, value, nested[key], f"{path}{key}.")
+        merged[key] = value
+    return merged

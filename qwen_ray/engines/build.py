@@ -1,0 +1,36 @@
+"""From configuration to engines, on the worker that will run them."""
+
+from __future__ import annotations
+
+from qwen_ray.config import CaptionConfig, SpeechConfig
+from qwen_ray.engines import models
+from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
+
+
+def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) -> CaptionEngine:
+    """The engine that `config` names, its model loaded."""
+    if config.engine == "fake":
+        from qwen_ray.engines.fake import FakeCaptionEngine
+
+        return FakeCaptionEngine()
+    from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
+
+    return QwenVLEngine(config, model, cuda=cuda)
+
+
+def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> SpeechEngine:
+    """The engine that `config` names, its model loaded."""
+    if config.engine == "fake":
+        from qwen_ray.engines.fake import FakeSpeechEngine
+
+        return FakeSpeechEngine()
+    from qwen_ray.engines.whisper import WhisperEngine
+
+    return WhisperEngine(config, model, cuda=cuda)
+
+
+def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
+    """The model of a component; the fake engines have none. Raises ConfigError when it cannot be found."""
+    if component.engine == "fake":
+        return models.Model("fake", "fake-1")
+    return models.resolve(component.model, component.revision if isinstance(component, CaptionConfig) else "")

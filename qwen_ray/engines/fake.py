@@ -1,0 +1,48 @@
+"""Engines without a model: instant and deterministic, for tests and dry runs of everything around an engine.
+
+The caption names what was received (frame count, size, a digest of the pixels), so a test can tell that clip k's frames
+led to clip k's row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_ray.engines.protocol import Caption, CaptionRequest, Segment
+
+
+class FakeCaptionEngine:
+    """Describes the request instead of the picture."""
+
+    precision = "none"
+
+    def submit(self, request: CaptionRequest) -> Future[Caption]:
+        """Answer at once."""
+        frames_THWC = request.frames_THWC
+        num_frames, height, width, _ = frames_THWC.shape
+        digest = hashlib.blake2b(np.ascontiguousarray(frames_THWC).tobytes(), digest_size=4).hexdigest()
+        answer: Future[Caption] = Future()
+        text = f"{num_frames} frames of {width}x{height}, digest {digest}"
+        answer.set_result(Caption(text, "stop", len(request.prompt.split()), len(text.split())))
+        return answer
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+class FakeSpeechEngine:
+    """Says how long the chunk is."""
+
+    precision = "none"
+
+    def transcribe(self, pcm: npt.NDArray[np.int16]) -> list[Segment]:
+        """One segment over the whole chunk."""
+        duration_s = len(pcm) / 16_000
+        return [Segment(f"{duration_s:.2f} seconds of speech", 0.0, duration_s, "en", 0.0, 0.0)]
+
+    def close(self) -> None:
+        """Nothing to free."""

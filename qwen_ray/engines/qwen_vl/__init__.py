@@ -1,0 +1,1 @@
+"""The Qwen-VL caption engine: transformers' own model modules behind our preprocessing, batching and sampling."""

@@ -1,0 +1,218 @@
+"""Any Qwen2.5-VL checkpoint through transformers' `generate()`, batched, on CPU and CUDA.
+
+One thread owns the model. Callers queue requests; the thread takes whatever waits, up to `batch_size`, and answers it in
+one call, so batches fill by themselves when many rows are in flight and a lone row does not wait. Prompts are padded on
+the left, which leaves every caption the same as if it had been asked alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import queue
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    GenerationConfig,
+    LogitsProcessorList,
+    Qwen2_5_VLForConditionalGeneration,
+)
+from transformers.utils import cached_file
+
+from qwen_ray.config import CaptionConfig
+from qwen_ray.engines.models import Model
+from qwen_ray.engines.protocol import Caption, CaptionRequest
+from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
+from qwen_ray.engines.qwen_vl.sampling import SeededSampling
+from qwen_ray.errors import ConfigError, EngineError, ResourceError
+from qwen_ray.prompts import messages
+
+VIDEO_PAD = "<|video_pad|>"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    request: CaptionRequest
+    token_ids: list[int]
+    answer: Future[Caption]
+
+
+class QwenVLEngine:
+    """A `CaptionEngine` over one model in this process.
+
+    Raises:
+        ConfigError: the checkpoint is not a Qwen2.5-VL.
+    """
+
+    def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
+        self._config = config
+        self._device = torch.device("cuda" if cuda else "cpu")
+        dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
+        if not cuda:
+            torch.set_num_threads(max(1, round(config.num_cpus)))
+        pinned: dict[str, Any] = {} if model.is_local else {"revision": model.revision}
+        _check_architecture(model, pinned)
+        self._tokenizer = AutoTokenizer.from_pretrained(model.location, **pinned)
+        network = Qwen2_5_VLForConditionalGeneration.from_pretrained(
+            model.location, dtype=dtype, attn_implementation="sdpa", **pinned
+        )
+        self._model: Any = network.eval().to(self._device)
+        self._patching = _patching(model, self._model.config.vision_config, pinned)
+        self._video_pad_id = int(self._tokenizer.convert_tokens_to_ids(VIDEO_PAD))
+        self._generation = _generation(config, self._model.generation_config)
+        self._model.generation_config = self._generation  # ours alone: defaults of the checkpoint must not seep in
+        self.precision = str(dtype).removeprefix("torch.")
+        self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="qwen-vl", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: CaptionRequest) -> Future[Caption]:
+        """See `CaptionEngine.submit`."""
+        answer: Future[Caption] = Future()
+        token_ids = self._tokenize(request)
+        context = int(self._model.config.text_config.max_position_embeddings)
+        if len(token_ids) + self._config.max_new_tokens > context:
+            needed = f"{len(token_ids)} prompt tokens + {self._config.max_new_tokens} new ones"
+            answer.set_exception(
+                ResourceError(
+                    "too_long",
+                    f"{needed} exceed the model's context of {context}; lower decode.num_frames or decode.max_pixels",
+                )
+            )
+        else:
+            self._queue.put(_Waiting(request, token_ids, answer))
+        return answer
+
+    def close(self) -> None:
+        """See `CaptionEngine.close`."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _tokenize(self, request: CaptionRequest) -> list[int]:
+        text = self._tokenizer.apply_chat_template(
+            messages(request.prompt, request.system_prompt), tokenize=False, add_generation_prompt=True
+        )
+        num_frames, height, width, _ = request.frames_THWC.shape
+        pads = VIDEO_PAD * self._patching.num_tokens(num_frames, height, width)
+        return cast(list[int], self._tokenizer(text.replace(VIDEO_PAD, pads, 1))["input_ids"])
+
+    def _serve(self) -> None:
+        while batch := self._next_batch():
+            self._answer(batch)
+
+    def _next_batch(self) -> list[_Waiting]:
+        batch: list[_Waiting] = []
+        while len(batch) < self._config.batch_size:
+            try:
+                waiting = self._queue.get(block=not batch)
+            except queue.Empty:
+                break
+            if waiting is None:
+                self._queue.put(None)  # answer what came before the end, then see it again
+                break
+            batch.append(waiting)
+        return batch
+
+    def _answer(self, batch: list[_Waiting]) -> None:
+        """Answer a batch; halve it when it fails, until the one request that cannot be answered stands alone."""
+        try:
+            captions = self._generate(batch)
+        except Exception as error:  # noqa: BLE001  whatever one request causes must not fail its neighbours
+            if len(batch) == 1:
+                batch[0].answer.set_exception(_as_row_error(error, batch[0]))
+                return
+            log.warning("a batch of %d captions failed (%s); trying its halves", len(batch), error)
+            torch.cuda.empty_cache()
+            self._answer(batch[: len(batch) // 2])
+            self._answer(batch[len(batch) // 2 :])
+            return
+        for waiting, caption in zip(batch, captions, strict=True):
+            waiting.answer.set_result(caption)
+
+    @torch.inference_mode()
+    def _generate(self, batch: list[_Waiting]) -> list[Caption]:
+        inputs = self._inputs(batch)
+        config = self._config
+        processors = LogitsProcessorList()
+        if config.temperature > 0:
+            keys = [waiting.request.clip_id for waiting in batch]
+            processors.append(SeededSampling(keys, config.seed, config.temperature, config.top_p))
+        tokens_BL = self._model.generate(**inputs, generation_config=self._generation, logits_processor=processors)
+        new_BL = tokens_BL[:, inputs["input_ids"].shape[1] :].tolist()
+        return [self._caption(waiting, new) for waiting, new in zip(batch, new_BL, strict=True)]
+
+    def _inputs(self, batch: list[_Waiting]) -> dict[str, torch.Tensor]:
+        ids_BL, mask_BL = left_pad([w.token_ids for w in batch], cast(int, self._generation.pad_token_id))
+        frames = [torch.from_numpy(w.request.frames_THWC).to(self._device) for w in batch]
+        inputs = {
+            "input_ids": ids_BL,
+            "attention_mask": mask_BL,
+            # 2 marks video; without it transformers falls back to one-dimensional positions and says nothing
+            "mm_token_type_ids": (ids_BL == self._video_pad_id) * 2,
+            "pixel_values_videos": torch.cat([patchify(f, self._patching) for f in frames]).to(self._model.dtype),
+            "video_grid_thw": torch.tensor([self._patching.grid(*f.shape[:3]) for f in frames]),
+            "second_per_grid_ts": torch.tensor([second_per_grid(w.request.frame_times_s) for w in batch]),
+        }
+        return {name: tensor.to(self._device) for name, tensor in inputs.items()}
+
+    def _caption(self, waiting: _Waiting, new_ids: list[int]) -> Caption:
+        ends = set(cast(list[int], self._generation.eos_token_id))
+        length = next((k for k, token in enumerate(new_ids) if token in ends), None)
+        kept = new_ids[:length]
+        text = self._tokenizer.decode(kept, skip_special_tokens=True).strip()
+        num_output = len(kept) + (length is not None)
+        return Caption(text, "length" if length is None else "stop", len(waiting.token_ids), num_output)
+
+
+def _check_architecture(model: Model, pinned: dict[str, Any]) -> None:
+    try:
+        found = AutoConfig.from_pretrained(model.location, **pinned).model_type
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {model.location!r} has no readable config.json: {error}") from None
+    if found != "qwen2_5_vl":
+        raise ConfigError(f"model {model.location!r} is a {found!r}; the qwen_vl engine runs 'qwen2_5_vl' checkpoints")
+
+
+def _patching(model: Model, vision: Any, pinned: dict[str, Any]) -> Patching:
+    """From the vision config, and the channel statistics from the preprocessor's file where the checkpoint has one."""
+    path = cached_file(
+        model.location, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False, **pinned
+    )
+    stated = json.loads(Path(path).read_text()) if path else {}
+    default = Patching()
+    return Patching(
+        patch=vision.patch_size,
+        merge=vision.spatial_merge_size,
+        temporal=vision.temporal_patch_size,
+        mean=tuple(stated.get("image_mean", default.mean)),
+        std=tuple(stated.get("image_std", default.std)),
+    )
+
+
+def _generation(config: CaptionConfig, checkpoint: GenerationConfig) -> GenerationConfig:
+    """Our settings with the checkpoint's special tokens."""
+    ends = checkpoint.eos_token_id
+    return GenerationConfig(
+        max_new_tokens=config.max_new_tokens,
+        do_sample=False,
+        repetition_penalty=config.repetition_penalty,
+        eos_token_id=ends if isinstance(ends, list) else [ends],
+        pad_token_id=checkpoint.pad_token_id if checkpoint.pad_token_id is not None else checkpoint.bos_token_id,
+    )
+
+
+def _as_row_error(error: Exception, waiting: _Waiting) -> Exception:
+    shape = "x".join(str(n) for n in waiting.request.frames_THWC.shape)
+    if isinstance(error, torch.OutOfMemoryError):
+        return ResourceError("out_of_memory", f"a clip of {shape} does not fit into GPU memory even alone")
+    failure = EngineError(f"the model failed on a clip of {shape}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,85 @@
+"""Whisper through faster-whisper (CTranslate2): int8 on CPU, float16 on CUDA.
+
+The voice-activity detector has already cut the sound into chunks of at most Whisper's own 30 s window, so no chunk is
+conditioned on the text of the one before: a repetition loop cannot spread, and chunks may be transcribed in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from qwen_ray.config import SpeechConfig
+from qwen_ray.engines.models import Model
+from qwen_ray.engines.protocol import Segment, Word
+from qwen_ray.errors import EngineError, ResourceError
+
+MAX_COMPRESSION_RATIO = 2.4
+"""Text that gzip shrinks by more than this repeats itself; the value is Whisper's own (`transcribe.py`, OpenAI)."""
+MIN_AVG_LOGPROB = -1.0
+"""Below this mean log probability a segment is doubtful; Whisper's own value."""
+
+
+class WhisperEngine:
+    """One Whisper model in one process."""
+
+    def __init__(self, config: SpeechConfig, model: Model, *, cuda: bool) -> None:
+        from faster_whisper import WhisperModel
+
+        self._config = config
+        self.precision = "float16" if cuda else "int8"
+        self._model = WhisperModel(
+            model.location,
+            device="cuda" if cuda else "cpu",
+            compute_type=self.precision,
+            cpu_threads=0 if cuda else max(1, round(config.num_cpus)),
+            revision=None if model.is_local else model.revision,
+        )
+
+    def transcribe(self, pcm: npt.NDArray[np.int16]) -> list[Segment]:
+        """See `SpeechEngine.transcribe`."""
+        import ctranslate2
+
+        ctranslate2.set_random_seed(0)  # the temperature fallback samples; the same chunk must give the same text
+        try:
+            segments, info = self._model.transcribe(
+                pcm.astype(np.float32) / 32768.0,
+                language=self._config.language or None,
+                beam_size=self._config.beam_size,
+                word_timestamps=True,
+                vad_filter=False,
+                condition_on_previous_text=False,
+            )
+            return [_segment(found, info.language) for found in segments]
+        except RuntimeError as error:  # CTranslate2 raises nothing more precise
+            if "out of memory" in str(error):
+                raise ResourceError("out_of_memory", f"Whisper: {error}") from error
+            raise EngineError(f"Whisper failed on a chunk of {len(pcm) / 16_000:.1f} s: {error}") from error
+
+    def close(self) -> None:
+        """Free the model."""
+        del self._model
+
+
+def _segment(found: Any, language: str) -> Segment:
+    words = tuple(
+        Word(word.word.strip(), float(word.start), float(word.end), float(word.probability))
+        for word in (found.words or ())
+    )
+    return Segment(
+        text=found.text.strip(),
+        start_s=words[0].start_s if words else float(found.start),
+        end_s=words[-1].end_s if words else float(found.end),
+        language=language,
+        avg_logprob=float(found.avg_logprob),
+        no_speech_prob=float(found.no_speech_prob),
+        words=words,
+        flags=_flags(found.compression_ratio, found.avg_logprob),
+    )
+
+
+def _flags(compression_ratio: float, avg_logprob: float) -> tuple[str, ...]:
+    doubts = {"repetition": compression_ratio > MAX_COMPRESSION_RATIO, "low_confidence": avg_logprob < MIN_AVG_LOGPROB}
+    return tuple(name for name, doubtful in doubts.items() if doubtful)

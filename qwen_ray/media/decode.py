@@ -1,0 +1,146 @@
+"""One file, decoded: the generator that both the decoding process and whoever decodes in-process runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from qwen_ray.errors import RowError
+from qwen_ray.media.audio import AudioReader
+from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
+from qwen_ray.media.probe import Examined, examine
+from qwen_ray.media.sampling import frame_size, sample
+from qwen_ray.media.speech import speech_chunks
+from qwen_ray.media.video import FrameReader, Taken
+from qwen_ray.media.windows import fixed_windows
+
+Window = tuple[float, float]
+
+
+def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: None) -> Iterator[Event]:
+    """Decode one file: `Opened`, then its clips in order, then its speech in order, then `Done`.
+
+    The same file and request give the same events. At most one clip and one block of sound are held in memory.
+
+    Args:
+        request: What is wanted.
+        beat: Called often while work goes on.
+
+    Raises:
+        InputError: The file as a whole is of no use: `empty_file`, `unreadable`, `no_streams`, `unsupported_codec`.
+        TransientError: `not_found` or `storage`.
+    """
+    examined = examine(request.path, beat)
+    windows = clip_windows(examined, request.window_s) if request.want_frames else []
+    yield Opened(examined.info, windows)
+    video_errors, repaired = yield from _clips(request, examined, windows, beat)
+    audio_errors, audio_error = yield from _speech(request, examined, beat)
+    errors = video_errors + audio_errors + examined.num_errors
+    damaged = bool(errors or repaired or audio_error or examined.cut)
+    yield Done(video_errors + examined.num_errors, audio_errors, audio_error, damaged)
+
+
+def clip_windows(examined: Examined, window_s: float) -> list[Window]:
+    """The clips of a file: windows over the time of its picture; a last one shorter than a frame is not made."""
+    info = examined.info
+    if not info.has_video:
+        return []
+    return fixed_windows(info.video_duration_s, window_s, sliver_s=1 / info.avg_fps if info.avg_fps > 0 else 0.0)
+
+
+def _clips(
+    request: DecodeRequest, examined: Examined, windows: list[Window], beat: Callable[[], None]
+) -> Generator[Event, None, tuple[int, int]]:
+    """Yield the clips; returns how many errors there were and how many frames damaged data went into."""
+    todo = [index for index in range(len(windows)) if index not in request.skip_clips]
+    if not todo:
+        return 0, 0
+    refused = _no_picture(examined)
+    if refused is not None:
+        for index in todo:
+            yield ClipFailed(index, *windows[index], *refused)
+        return 0, 0
+    plan = [sample(examined.frame_times_s, *windows[index], request.num_frames) for index in todo]
+    height, width = _target_size(request, examined)
+    reader, repaired = FrameReader(examined, plan, height=height, width=width, beat=beat), 0
+    try:
+        for nth, index in enumerate(todo):
+            taken = reader.take(nth)
+            repaired += taken.num_repaired
+            yield _clip(index, windows[index], taken, len(plan[nth]), examined.frame_times_s)
+        return reader.num_errors, repaired
+    finally:
+        reader.close()
+
+
+def _no_picture(examined: Examined) -> tuple[str, str] | None:
+    """Why no frame at all can be had, as (error_type, message), where that is known beforehand."""
+    video = examined.index.video
+    assert video is not None
+    name = Path(examined.path).name
+    if not examined.info.codec:
+        return "unsupported_codec", f"{name}: there is no decoder for its picture"
+    if video.first is None:
+        return "no_frames", f"{name}: not one frame of its picture could be decoded"
+    return None
+
+
+def _target_size(request: DecodeRequest, examined: Examined) -> tuple[int, int]:
+    info = examined.info
+    return frame_size(
+        info.height,
+        info.width,
+        info.pixel_aspect,
+        multiple=request.size_multiple,
+        min_pixels=request.min_pixels,
+        max_pixels=request.max_pixels,
+    )
+
+
+def _clip(
+    index: int, window: Window, taken: Taken, num_requested: int, frame_times_s: list[float]
+) -> ClipFrames | ClipFailed:
+    if not taken.ranks:
+        message = f"none of the {num_requested} wanted frames of {window[0]:.1f}-{window[1]:.1f} s could be decoded"
+        return ClipFailed(index, *window, "no_frames", message)
+    odd = len(taken.ranks) % 2
+    pictures = taken.pictures_HWC + taken.pictures_HWC[-1:] * odd
+    times = [frame_times_s[rank] for rank in taken.ranks]
+    return ClipFrames(
+        index=index,
+        start_s=window[0],
+        end_s=window[1],
+        frames_THWC=np.stack(pictures),
+        frame_times_s=times + times[-1:] * odd,
+        num_requested=num_requested,
+        num_decoded=len(taken.ranks),
+        num_repaired=taken.num_repaired,
+        padded=bool(odd),
+    )
+
+
+def _speech(
+    request: DecodeRequest, examined: Examined, beat: Callable[[], None]
+) -> Generator[Event, None, tuple[int, tuple[str, str] | None]]:
+    """Yield the speech; returns how many errors there were and what ended it early, if anything did."""
+    track = examined.index.audio
+    if track is None or not request.want_audio:
+        return 0, None
+    reader = AudioReader(examined.path, track, beat)
+    try:
+        yield from _chunks(request, reader, examined.info.audio_offset_s or 0.0)
+    except RowError as error:
+        return reader.num_errors, (error.error_type, error.message)
+    return reader.num_errors, None
+
+
+def _chunks(request: DecodeRequest, reader: AudioReader, offset_s: float) -> Iterator[SpeechChunk]:
+    return speech_chunks(
+        reader.blocks(),
+        offset_s,
+        vad_threshold=request.vad_threshold,
+        min_silence_s=request.min_silence_s,
+        chunk_s=request.chunk_s,
+    )

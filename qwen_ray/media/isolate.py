@@ -1,0 +1,170 @@
+"""Decoding in a process of its own, which may hang, crash or outgrow its memory without taking the worker along.
+
+Native decoders do all three on damaged files, and a hang inside them heeds no exception and no signal but SIGKILL. The
+process is started fresh (never forked: a fork of a process with threads may deadlock) and serves file after file, since
+starting one costs 0.3 s; it is replaced when it failed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import IO, cast
+
+from qwen_ray.errors import ResourceError, RowError, TransientError
+from qwen_ray.media import wire
+from qwen_ray.media.events import DecodeRequest, Done, Event
+
+FRAME = re.compile(rb'File "(?:[^"]*/)?([^"/]+)", line (\d+) in (\S+)')
+"""A line of faulthandler's report."""
+
+
+class DecodeBug(RuntimeError):
+    """The decoding code itself is wrong; the message is the traceback of the decoding process."""
+
+
+class Decoder:
+    """A decoding process, started at the first request and kept for the following ones. One request at a time."""
+
+    def __init__(self, *, memory_bytes: int = 0) -> None:
+        """Prepare; `memory_bytes` bounds the process's address space, 0 leaves it unbounded."""
+        self._memory_bytes = memory_bytes
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._stderr: IO[bytes] | None = None
+
+    def __enter__(self) -> Decoder:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The process's id; None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def decode(self, request: DecodeRequest) -> Iterator[Event]:
+        """The events of `decode.decode_events(request)`, as soon as each is ready.
+
+        Leaving the iterator before its end ends the process.
+
+        Raises:
+            InputError, TransientError: As `decode_events` does.
+            RowError: `decode_timeout` after `request.deadline_s` seconds without a sign of life, `decode_crashed`
+                where the process died.
+            ResourceError: `decode_memory` where it ran out of memory.
+            DecodeBug: The decoding code failed in a way of its own.
+        """
+        finished = False
+        try:
+            sock = self._ready()
+            wire.send(sock, request)
+            while not finished:
+                event = self._next(sock, request)
+                finished = isinstance(event, Done)
+                yield event
+        except RowError as error:
+            finished = error.error_type not in ("decode_timeout", "decode_crashed", "decode_memory")
+            raise
+        finally:
+            if not finished:
+                self.close()
+
+    def close(self) -> None:
+        """End the process; the next request starts another. Safe to call twice."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        for resource in (self._socket, self._stderr):
+            if resource is not None:
+                resource.close()
+        self._process = self._socket = self._stderr = None
+
+    def _ready(self) -> socket.socket:
+        """The socket to a living process, with its log emptied."""
+        if self._process is None or self._process.poll() is not None:
+            self.close()
+            self._start()
+        assert self._socket is not None and self._stderr is not None
+        os.ftruncate(self._stderr.fileno(), 0)
+        self._socket.settimeout(None)
+        return self._socket
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-P", "-m", "qwen_ray.media.child", str(theirs.fileno())]
+        if self._memory_bytes:
+            command.append(str(self._memory_bytes))
+        self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed by close)
+        with theirs:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._stderr,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
+        self._socket = ours
+
+    def _next(self, sock: socket.socket, request: DecodeRequest) -> Event:
+        """The next event; beats only push the deadline."""
+        name = Path(request.path).name
+        while True:
+            try:
+                message = wire.receive(sock, request.deadline_s)
+            except TimeoutError:
+                text = f"{name}: the decoder gave no sign of life for {request.deadline_s:g} s"
+                raise TransientError("decode_timeout", text) from None
+            except (EOFError, ConnectionError):
+                raise self._death(name) from None
+            if isinstance(message, RowError):
+                raise message
+            if message is not None:
+                return cast(Event, message)
+
+    def _death(self, name: str) -> RowError | DecodeBug:
+        """What became of a process that hung up."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        assert self._stderr is not None
+        self._stderr.seek(0)
+        report = self._stderr.read()
+        if code == -signal.SIGKILL or b"MemoryError" in report:
+            text = f"{name}: the decoder was killed (signal 9), most likely because the machine ran out of memory"
+            return ResourceError("decode_memory", text)
+        if b"Traceback (most recent call last)" in report:
+            return DecodeBug(f"{name}: {report.decode(errors='replace')}")
+        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
+        return TransientError("decode_crashed", f"{name}: the decoder died by {cause}{_last_words(report)}")
+
+
+def _last_words(report: bytes) -> str:
+    """What a crashed process said last, and where in our code it was, without the machine's paths."""
+    before, _, fault = report.partition(b"Fatal Python error")
+    said = [line.strip() for line in before.splitlines() if line.strip()][-2:]
+    where = FRAME.search(fault.partition(b"Current thread")[2])
+    told = [*said, b"at %s:%s in %s" % where.groups()] if where else said
+    return "".join(f"; {line.decode(errors='replace')}" for line in told)
+
+
+def _environment() -> dict[str, str]:
+    """Ours, with this very package importable and numeric libraries kept to one thread."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}

@@ -1,0 +1,293 @@
+"""A run from start to end: list, plan, execute, commit, report.
+
+The loop is plan -> stream -> commit, repeated until nothing is left, so it does not matter in which order rows come, how
+often a piece is run again, or where the last run was killed.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import pyarrow as pa
+
+from qwen_ray.assemble import Assembler
+from qwen_ray.committer import Committer
+from qwen_ray.config import JobConfig, fingerprint
+from qwen_ray.engines import build
+from qwen_ray.engines.models import Model
+from qwen_ray.errors import ConfigError, EngineError, LeaseLostError
+from qwen_ray.io.commits import CommitLog
+from qwen_ray.io.lease import Lease
+from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
+from qwen_ray.io.source import Listing, list_sources
+from qwen_ray.io.storage import Storage, open_storage
+from qwen_ray.prompts import prompt_hash
+from qwen_ray.records import Finished, Identity
+from qwen_ray.report import RunFolder, RunReport
+from qwen_ray.stages.decode import todo_row
+from qwen_ray.stages.rows import Row, read_rows
+
+PASSES = 2
+"""Times that what is missing is run before it is recorded as lost."""
+TICK_S = 1.0
+"""Longest time in seconds between two looks at the clock while no row comes."""
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts of a run so far, by kind of row."""
+
+    phase: str = "listing"
+    videos_planned: int = 0
+    videos: int = 0
+    clips: int = 0
+    speech: int = 0
+    failed: int = 0
+
+    def count(self, row: Row) -> None:
+        """Add a row that came out of the pipeline."""
+        if row.kind == "video":
+            self.videos += 1
+            self.failed += row.body["error"] is not None
+        elif row.kind == "clip":
+            self.clips += 1
+            self.failed += row.body.get("status") == "failed"
+        else:
+            self.speech += 1
+            self.failed += row.body.get("status") == "failed"
+
+
+OnProgress = Callable[[Progress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A checked configuration with its models found and its input listed; no cluster has been touched."""
+
+    config: JobConfig
+    models: dict[str, Model]
+    fingerprints: Fingerprints
+    listing: Listing
+
+
+def prepare(config: JobConfig) -> Recipe:
+    """Find the models and list the input. Raises ConfigError."""
+    if not config.input or not config.output:
+        raise ConfigError("input and output: both are needed, such as: qwen-ray run ./videos ./out --preset tiny")
+    components = {"caption": config.caption, "speech": config.speech}
+    models = {name: build.resolve(part) for name, part in components.items() if part is not None}
+    listing = list_sources(config.input, config.storage, config.limit)
+    return Recipe(config, models, fingerprints(config, models), listing)
+
+
+def fingerprints(config: JobConfig, models: Mapping[str, Model]) -> Fingerprints:
+    """What each component's rows depend on; None for one that is switched off."""
+    caption = speech = None
+    decode = ""
+    if config.caption is not None:
+        decode = fingerprint(config.decode)
+        prompt = prompt_hash(config.caption.prompt, config.caption.system_prompt)
+        caption = fingerprint(config.caption, models["caption"].revision, prompt)
+    if config.speech is not None:
+        speech = fingerprint(config.speech, models["speech"].revision)
+    return Fingerprints(decode=decode, caption=caption, speech=speech)
+
+
+def plan_run(recipe: Recipe, storage: Storage, *, retry_all: bool = False) -> Plan:
+    """Compare the input with what the output holds."""
+    ledger = Ledger.load(storage)
+    return plan(
+        recipe.listing.sources,
+        ledger,
+        recipe.fingerprints,
+        max_attempts=recipe.config.max_attempts,
+        root=recipe.listing.root,
+    )
+
+
+def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry_all: bool = False) -> RunReport:
+    """Caption and transcribe `config.input` into the tables under `config.output`.
+
+    Args:
+        config: the whole description of the run.
+        on_progress: called now and then with the counts so far.
+        retry_all: also take failed inputs that are not retryable by themselves or have used up their attempts.
+
+    Returns:
+        Counts; `exit_code` 1 when more videos failed than `max_failed_fraction` allows.
+
+    Raises:
+        ConfigError: wrong configuration, input or output, or the output is held by another run (LeaseHeldError).
+        LeaseLostError: another run took the output over; nothing of this run is half-written.
+        EngineError: the pipeline stopped; what was finished is committed, and the same command goes on.
+    """
+    started = time.monotonic()
+    recipe = prepare(config)
+    identity = Identity(_new_run_id(), recipe.fingerprints)
+    storage = open_storage(config.output, config.storage)
+    storage.check_writable()
+    with Lease.acquire(storage, identity.run_id, config.commit.lease_ttl_s) as lease:
+        log = CommitLog(storage, lease)
+        log.recover()
+        planned = plan_run(recipe, storage, retry_all=retry_all)
+        report = _new_report(recipe, planned, identity)
+        folder = RunFolder(storage, identity)
+        folder.start(config)
+        log.commit(list(mark_changes(storage, planned, datetime.now(UTC))))
+        if planned.todo:
+            _Execution(recipe, identity, storage, log, report, folder, on_progress or (lambda _: None)).run(planned.todo)
+        log.save_open(None)
+        report.elapsed_s = time.monotonic() - started
+        folder.finish(report)
+    return report
+
+
+class _Execution:
+    """The part of a run that needs a cluster."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        identity: Identity,
+        storage: Storage,
+        log: CommitLog,
+        report: RunReport,
+        folder: RunFolder,
+        on_progress: OnProgress,
+    ) -> None:
+        self._recipe, self._identity = recipe, identity
+        self._log, self._report, self._folder = log, report, folder
+        self._committer = Committer(log, storage, recipe.config.commit, self._committed)
+        self._progress, self._on_progress = Progress(), on_progress
+
+    def run(self, todos: list[Todo]) -> None:
+        """Execute until every planned input is committed."""
+        assembler = Assembler(todos, self._identity)
+        saved = self._log.load_open()
+        self._report.num_recovered_rows = assembler.load(saved) if saved else 0
+        self._progress.videos_planned = len(todos)
+        self._phase("starting Ray")
+        try:
+            with cluster(self._recipe.config) as resources:
+                for _ in range(PASSES):
+                    if assembler.unfinished():
+                        self._one_pass(assembler, resources)
+            assembler.give_up()
+        except LeaseLostError:
+            raise  # the output belongs to another run: not one more write
+        except BaseException:
+            self._committer.commit(assembler, everything=True)  # Ctrl-C and failures alike keep what is finished
+            raise
+        self._phase("committing")
+        self._committer.commit(assembler, everything=True)
+
+    def _one_pass(self, assembler: Assembler, resources: Mapping[str, float]) -> None:
+        from qwen_ray import pipeline
+
+        todos = assembler.unfinished()
+        config = _only_wanted(self._recipe.config, todos)
+        pools = pipeline.plan_pools(config, resources)
+        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30))
+        rows = [todo_row(todo, *assembler.done_items(todo.source.video_id)) for todo in todos]
+        dataset = pipeline.build(rows, config, self._recipe.models, pools)
+        self._phase("loading models")
+        for table in _with_ticks(pipeline.execute(dataset)):
+            for row in read_rows(table) if table is not None else ():
+                if assembler.add(row):
+                    self._progress.phase = "running"
+                    self._progress.count(row)
+            self._committer.tick(assembler)
+            self._on_progress(self._progress)
+
+    def _phase(self, name: str) -> None:
+        self._progress.phase = name
+        self._on_progress(self._progress)
+
+    def _committed(self, finished: list[Finished]) -> None:
+        self._report.count(finished)
+        self._folder.add(finished)
+
+
+@contextmanager
+def cluster(config: JobConfig) -> Iterator[dict[str, float]]:
+    """A Ray cluster to run on, joined by address or started on this machine, and its resources."""
+    import logging
+    import os
+
+    import ray
+
+    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    mine = not ray.is_initialized()
+    if mine:
+        # "local" starts a private cluster; without it Ray joins whatever cluster it finds on the machine
+        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
+        try:
+            ray.init(address=config.address or "local", **quiet, **({} if config.address else {"include_dashboard": False}))
+        except (ConnectionError, ValueError) as error:
+            raise ConfigError(f"--address {config.address}: no Ray cluster answers there ({error})") from None
+    try:
+        yield dict(ray.cluster_resources())
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _with_ticks(tables: Iterator[pa.Table]) -> Iterator[pa.Table | None]:
+    """The same tables, and None whenever none came for `TICK_S`, so that the clock is looked at even then."""
+    arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue(maxsize=256)
+
+    def pull() -> None:
+        try:
+            for table in tables:
+                arrived.put(table)
+            arrived.put(None)
+        except BaseException as error:  # noqa: BLE001  handed to the caller's thread
+            arrived.put(error)
+
+    threading.Thread(target=pull, name="rows", daemon=True).start()
+    while True:
+        try:
+            got = arrived.get(timeout=TICK_S)
+        except queue.Empty:
+            yield None
+            continue
+        if got is None:
+            return
+        if isinstance(got, BaseException):
+            raise EngineError(f"the pipeline stopped: {type(got).__name__}: {got}") from got
+        yield got
+
+
+def _only_wanted(config: JobConfig, todos: list[Todo]) -> JobConfig:
+    """The configuration without engines that nothing planned needs, so that they are not started."""
+    import dataclasses
+
+    caption = config.caption if any(todo.want_caption for todo in todos) else None
+    speech = config.speech if any(todo.want_speech for todo in todos) else None
+    return dataclasses.replace(config, caption=caption, speech=speech)
+
+
+def _new_report(recipe: Recipe, planned: Plan, identity: Identity) -> RunReport:
+    return RunReport(
+        run_id=identity.run_id,
+        output=recipe.config.output,
+        num_inputs=len(recipe.listing.sources),
+        num_duplicates=recipe.listing.num_duplicates,
+        num_vanished=len(planned.vanished),
+        planned=dict(planned.counts),
+        max_failed_fraction=recipe.config.max_failed_fraction,
+    )
+
+
+def _new_run_id() -> str:
+    """Sorts by time; the random end keeps two runs of one second apart."""
+    return f"{datetime.now(UTC):%Y%m%dT%H%M%SZ}-{secrets.token_hex(3)}"

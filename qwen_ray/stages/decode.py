@@ -1,0 +1,179 @@
+"""The decode stage: one input opened once becomes its clips, its chunks of speech, and one row that sums it up.
+
+The summary comes last and lists every id that belongs to the video, so whoever collects the rows knows when it has them
+all. Order and content depend on the input alone: Ray matches the rows of a retried task to the earlier ones by position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pyarrow as pa
+
+from qwen_ray.config import JobConfig
+from qwen_ray.errors import RowError
+from qwen_ray.io.storage import fetch
+from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
+from qwen_ray.media.isolate import DecodeBug, Decoder
+from qwen_ray.schema import span_id
+from qwen_ray.stages.rows import Row
+
+DECODER = "pyav"
+
+TODO = pa.schema(
+    [
+        pa.field("video_id", pa.string()),
+        pa.field("uri", pa.string()),
+        pa.field("version", pa.string()),
+        pa.field("want_caption", pa.bool_()),
+        pa.field("want_speech", pa.bool_()),
+        pa.field("done_clips", pa.list_(pa.int32())),  # indices whose captions are already there
+        pa.field("done_chunks", pa.list_(pa.string())),  # ids whose transcripts are already there
+    ]
+)
+
+
+@dataclass(slots=True)
+class _Summary:
+    """What the last row of a video says."""
+
+    info: dict[str, Any] | None = None
+    clips: list[tuple[str, float, float]] = field(default_factory=list)
+    chunks: list[tuple[str, float, float]] = field(default_factory=list)
+    error: tuple[str, str] | None = None
+    audio_error: tuple[str, str] | None = None
+    damaged: bool = False
+
+    def row(self, video_id: str) -> Row:
+        body = {name: getattr(self, name) for name in self.__slots__}
+        return Row("video", video_id, video_id, body)
+
+
+class DecodeStage:
+    """Holds a decoder's process."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        self._decoder = Decoder()
+
+    def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
+        """Rows of schema `TODO` in, rows of schema `ROWS` out, one a table."""
+        for todo in table.to_pylist():
+            for row in self._video(todo):
+                yield row.to_table()
+
+    def _video(self, todo: dict[str, Any]) -> Iterator[Row]:
+        summary = _Summary()
+        emitted = set(todo["done_clips"])
+        try:
+            with fetch(todo["uri"], todo["version"], self._config.storage) as path:
+                for event in self._decoder.decode(self._request(str(path), todo)):
+                    yield from _rows(event, todo, summary, emitted)
+        except RowError as error:
+            summary.error = (error.error_type, error.message)
+            yield from _unreached(todo["video_id"], summary, emitted)
+        except DecodeBug as bug:  # our own fault on this one file; the others must not pay for it
+            summary.error = ("decode_crashed", str(bug))
+            yield from _unreached(todo["video_id"], summary, emitted)
+        yield summary.row(todo["video_id"])
+
+    def _request(self, path: str, todo: dict[str, Any]) -> DecodeRequest:
+        decode = self._config.decode
+        speech: dict[str, Any] = {}
+        if self._config.speech is not None:
+            names = ("vad_threshold", "min_silence_s", "chunk_s")
+            speech = {name: getattr(self._config.speech, name) for name in names}
+        return DecodeRequest(
+            path=path,
+            window_s=decode.window_s,
+            num_frames=decode.num_frames,
+            min_pixels=decode.min_pixels,
+            max_pixels=decode.max_pixels,
+            size_multiple=decode.size_multiple,
+            want_frames=todo["want_caption"],
+            want_audio=todo["want_speech"],
+            skip_clips=frozenset(todo["done_clips"]),
+            deadline_s=decode.deadline_s,
+            **speech,
+        )
+
+
+def _rows(event: Event, todo: dict[str, Any], summary: _Summary, emitted: set[int]) -> Iterator[Row]:
+    video_id = todo["video_id"]
+    match event:
+        case Opened():
+            summary.info = event.info.to_dict()
+            summary.clips = [(span_id("clip", video_id, start, end), start, end) for start, end in event.windows]
+        case ClipFrames():
+            emitted.add(event.index)
+            yield Row("clip", video_id, summary.clips[event.index][0], _clip_body(event), event.frames_THWC)
+        case ClipFailed():
+            emitted.add(event.index)
+            yield _failed_clip(video_id, summary, event.index, event.error_type, event.message)
+        case SpeechChunk():
+            chunk_id = span_id("chunk", video_id, event.start_s, event.end_s)
+            summary.chunks.append((chunk_id, event.start_s, event.end_s))
+            if chunk_id not in todo["done_chunks"]:
+                times = {"start_s": event.start_s, "end_s": event.end_s}
+                yield Row("speech", video_id, chunk_id, times, pcm=event.pcm_int16)
+        case Done():
+            summary.audio_error, summary.damaged = event.audio_error, event.damaged
+
+
+def _clip_body(event: ClipFrames) -> dict[str, Any]:
+    _, height, width, _ = event.frames_THWC.shape
+    times = list(event.frame_times_s)
+    distinct = sorted(set(times))
+    span_s = distinct[-1] - distinct[0]
+    return {
+        "clip_index": event.index,
+        "start_s": event.start_s,
+        "end_s": event.end_s,
+        "status": "ok",
+        "flags": ["padded"] if event.padded else [],
+        "frame_times_s": times,
+        "num_frames_requested": event.num_requested,
+        "num_frames_decoded": event.num_decoded,
+        "num_repaired_frames": event.num_repaired,
+        "height": height,
+        "width": width,
+        "effective_fps": (len(distinct) - 1) / span_s if span_s > 0 else None,
+        "decoder": DECODER,
+    }
+
+
+def _failed_clip(video_id: str, summary: _Summary, index: int, error_type: str, message: str) -> Row:
+    clip_id, start_s, end_s = summary.clips[index]
+    body = {
+        "clip_index": index,
+        "start_s": start_s,
+        "end_s": end_s,
+        "status": "failed",
+        "error_type": error_type,
+        "error_message": message,
+        "decoder": DECODER,
+    }
+    return Row("clip", video_id, clip_id, body)
+
+
+def _unreached(video_id: str, summary: _Summary, emitted: set[int]) -> Iterator[Row]:
+    """The clips that were planned when the file was opened and did not come before it failed."""
+    assert summary.error is not None
+    for index in range(len(summary.clips)):
+        if index not in emitted:
+            yield _failed_clip(video_id, summary, index, *summary.error)
+
+
+def todo_row(todo: Any, done_clips: list[int], done_chunks: list[str]) -> dict[str, Any]:
+    """A row of schema `TODO` from a planned item."""
+    return {
+        "video_id": todo.source.video_id,
+        "uri": todo.source.uri,
+        "version": todo.source.version,
+        "want_caption": todo.want_caption,
+        "want_speech": todo.want_speech,
+        "done_clips": done_clips,
+        "done_chunks": done_chunks,
+    }

@@ -1,0 +1,86 @@
+"""The one row type that flows through the pipeline.
+
+Every stage gets and gives rows of this schema, whatever their kind, so blocks never differ in type. Small facts travel as
+JSON in `body`, in the words of the output tables; pixels and samples travel as bytes that the stage which uses them drops.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+Kind = Literal["video", "clip", "speech"]
+
+ROWS = pa.schema(
+    [
+        pa.field("kind", pa.string()),
+        pa.field("video_id", pa.string()),
+        pa.field("item_id", pa.string()),  # clip id, chunk id, or the video's own
+        pa.field("body", pa.string()),  # JSON
+        pa.field("frames_THWC", pa.large_binary()),  # uint8; `binary` would end at 2 GiB a block
+        pa.field("frames_shape", pa.list_(pa.int32())),
+        pa.field("pcm", pa.large_binary()),  # int16, 16 kHz, mono
+    ]
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """A row in Python: a clip to caption, a chunk of speech to transcribe, or the summary of a video (its last row)."""
+
+    kind: Kind
+    video_id: str
+    item_id: str
+    body: dict[str, Any] = field(default_factory=dict)
+    frames_THWC: npt.NDArray[np.uint8] | None = None
+    pcm: npt.NDArray[np.int16] | None = None
+
+    def to_table(self) -> pa.Table:
+        """One-row Arrow table of schema `ROWS`."""
+        frames, pcm = self.frames_THWC, self.pcm
+        columns = [
+            [self.kind],
+            [self.video_id],
+            [self.item_id],
+            [json.dumps(self.body)],
+            [None if frames is None else memoryview(np.ascontiguousarray(frames)).cast("B")],
+            [None if frames is None else list(frames.shape)],
+            [None if pcm is None else memoryview(np.ascontiguousarray(pcm)).cast("B")],
+        ]
+        return pa.table([pa.array(v, f.type) for v, f in zip(columns, ROWS, strict=True)], schema=ROWS)
+
+
+def read_rows(table: pa.Table) -> Iterator[Row]:
+    """Rows of a table; pixels and samples are read-only views of its memory, not copies."""
+    names = ("kind", "video_id", "item_id", "body", "frames_shape")
+    small = table.select(names).to_pylist()
+    frames = _views(table.column("frames_THWC"))
+    pcm = _views(table.column("pcm"))
+    for values, pixels, samples in zip(small, frames, pcm, strict=True):
+        yield Row(
+            kind=cast(Kind, values["kind"]),
+            video_id=values["video_id"],
+            item_id=values["item_id"],
+            body=json.loads(values["body"]),
+            frames_THWC=None if pixels is None else pixels.reshape(values["frames_shape"]),
+            pcm=None if samples is None else samples.view(np.int16),
+        )
+
+
+def _views(column: pa.ChunkedArray) -> Iterator[npt.NDArray[np.uint8] | None]:
+    """Zero-copy views: `scalar.as_buffer()` copies, the chunk's own buffers do not (measured, Arrow 26)."""
+    for chunk in column.chunks:
+        _, offsets_buffer, data = chunk.buffers()
+        if data is None:  # nothing but nulls
+            yield from [None] * len(chunk)
+            continue
+        offsets = np.frombuffer(offsets_buffer, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        pixels = np.frombuffer(data, np.uint8)
+        for k, valid in enumerate(chunk.is_valid().to_pylist()):
+            yield pixels[offsets[k] : offsets[k + 1]] if valid else None

@@ -1,0 +1,101 @@
+"""A real S3 protocol server (moto) on a free loopback port, which can also misbehave on request.
+
+It answers one request at a time, so that its conditional writes are atomic, as those of S3 are.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import WSGIRequestHandler, make_server
+
+from qwen_ray.config import StorageConfig
+
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
+"""What a client of the server needs in its environment, also in other processes."""
+
+
+class S3Server:
+    """The server, with a fresh bucket for whoever asks."""
+
+    def __init__(self) -> None:
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._faults: list[tuple[str, int, bool]] = []
+        self._buckets = 0
+        self.requests: list[tuple[str, str]] = []
+        self._server = make_server("127.0.0.1", 0, self, request_handler=_Quiet)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+
+    @property
+    def config(self) -> StorageConfig:
+        return StorageConfig(endpoint_url=self.url, max_attempts=3)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+    def new_bucket(self) -> str:
+        from qwen_ray.io.s3 import client
+
+        self._buckets += 1
+        name = f"bucket-{self._buckets}"
+        client(self.config).create_bucket(Bucket=name)
+        return name
+
+    def fail_next(self, method: str, status: int, after: bool) -> None:
+        """Answer the next such request with an error: `after` having done what it asks for, or instead."""
+        self._faults.append((method, status, after))
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
+        method = environ["REQUEST_METHOD"]
+        self.requests.append((method, environ["PATH_INFO"]))
+        for fault in self._faults:
+            if fault[0] == method:
+                self._faults.remove(fault)
+                if fault[2]:
+                    list(self._moto(environ, lambda *_: lambda _: None))
+                start_response(f"{fault[1]} Fault", [("Content-Length", "0")])
+                return [b""]
+        return self._moto(environ, start_response)  # type: ignore[no-any-return]
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_request(self, code: Any = "-", size: Any = "-") -> None:
+        return
+
+
+@contextmanager
+def serve_s3() -> Iterator[S3Server]:
+    """A running server; the environment has its credentials while the block lasts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        server = S3Server()
+        server.start()
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[S3Server]:
+    with serve_s3() as server:
+        yield server
