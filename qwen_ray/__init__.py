@@ -14,12 +14,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qwen_ray.api import configure, frames, probe, read_table
+    from qwen_ray.api import configure, frames, probe, read_table, verify
     from qwen_ray.config import PRESETS, CaptionConfig, CommitConfig, DecodeConfig, JobConfig, SpeechConfig, StorageConfig
     from qwen_ray.errors import ConfigError, QwenRayError
-    from qwen_ray.io.verify import verify
     from qwen_ray.report import RunReport
-    from qwen_ray.run import run
+    from qwen_ray.runner import run
 
 _HOME = {
     "PRESETS": "config",
@@ -36,8 +35,8 @@ _HOME = {
     "frames": "api",
     "probe": "api",
     "read_table": "api",
-    "run": "run",
-    "verify": "io.verify",
+    "run": "runner",
+    "verify": "api",
 }
 
 __version__ = "0.1.0"

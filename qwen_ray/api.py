@@ -42,7 +42,7 @@ def configure(
 
 def plan(job: JobConfig) -> dict[str, Any]:
     """What a run would do: inputs, how many of them by reason, and what is gone from the input."""
-    from qwen_ray.run import plan_run, prepare
+    from qwen_ray.runner import plan_run, prepare
 
     recipe = prepare(job)
     planned = plan_run(recipe, open_storage(job.output, job.storage))
@@ -86,11 +86,11 @@ def status(output: str, endpoint_url: str = "") -> dict[str, Any]:
     }
 
 
-def problems(output: str, endpoint_url: str = "") -> list[dict[str, Any]]:
+def verify(output: str, *, endpoint_url: str = "") -> list[dict[str, Any]]:
     """Broken promises of an output's tables; empty when all hold."""
-    from qwen_ray.io.verify import verify
+    from qwen_ray.io import verify as checks
 
-    return [asdict(problem) for problem in verify(_existing(output, endpoint_url))]
+    return [asdict(problem) for problem in checks.verify(_existing(output, endpoint_url))]
 
 
 def last_config(output: str, endpoint_url: str = "") -> dict[str, Any]:

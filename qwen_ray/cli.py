@@ -97,7 +97,7 @@ def status(output: Output, endpoint_url: EndpointOption = "", as_json: JsonOptio
 @app.command()
 def verify(output: Output, endpoint_url: EndpointOption = "", as_json: JsonOption = False) -> None:
     """Check every promise about the tables of OUTPUT; exit code 1 when one is broken."""
-    problems = api.problems(output, endpoint_url)
+    problems = api.verify(output, endpoint_url=endpoint_url)
     if as_json:
         _print_json({"ok": not problems, "problems": problems})
     elif problems:
@@ -212,7 +212,7 @@ def _show_plan(job: JobConfig, as_json: bool) -> None:
 
 def _execute(job: JobConfig, *, as_json: bool, retry_all: bool, leave: bool = True) -> None:
     from qwen_ray import screens
-    from qwen_ray.run import run as execute
+    from qwen_ray.runner import run as execute
 
     try:
         with screens.live_progress(err) as on_progress:

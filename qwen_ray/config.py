@@ -220,7 +220,7 @@ def tiny() -> JobConfig:
     """The model of 6 million parameters that ships with the package, and Whisper tiny.en: runs anywhere, sees only shapes."""
     return JobConfig(
         preset="tiny",
-        decode=DecodeConfig(num_frames=8, min_pixels=4 * 28 * 28, max_pixels=13_000, num_cpus=0.5),
+        decode=DecodeConfig(num_frames=8, min_pixels=4 * 28 * 28, max_pixels=13_000),
         caption=CaptionConfig(model="builtin:tiny-qwen2.5-vl", max_new_tokens=48, num_gpus=0.1, num_cpus=0.5),
         speech=SpeechConfig(model="builtin:whisper-tiny.en", language="en", num_gpus=0.1, num_cpus=0.5),
     )
@@ -237,9 +237,9 @@ def preset(name: str) -> JobConfig:
 
 
 def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
-    """`; did you mean 'x'?`, or nothing when nothing is near."""
+    """` (did you mean 'x'?)`, or nothing when nothing is near."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def to_dict(config: JobConfig) -> dict[str, Any]:

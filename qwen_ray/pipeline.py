@@ -8,13 +8,15 @@ nor lose a row, finished rows leave at once, and the engine makes its own batche
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.util.annotations import RayDeprecationWarning
 
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines.models import Model
@@ -49,8 +51,9 @@ class Pools:
 
 def build(todos: Sequence[Mapping[str, Any]], config: JobConfig, models: Mapping[str, Model], pools: Pools) -> Dataset:
     """The pipeline over rows of schema `decode.TODO`; nothing runs until it is iterated."""
-    rows = ray.data.from_arrow(_blocks(todos, pools.decode.size))
-    rows = _stage(rows, DecodeStage, (config,), pools.decode)
+    blocks = _blocks(todos, pools.decode.size)
+    rows = ray.data.from_arrow(blocks)
+    rows = _stage(rows, DecodeStage, (config,), replace(pools.decode, size=min(pools.decode.size, len(blocks))))
     if config.caption is not None and pools.caption is not None:
         calls = config.caption.batch_size * CALLS_IN_FLIGHT
         arguments = (config.caption, models["caption"])
@@ -66,6 +69,14 @@ def execute(dataset: Dataset) -> Iterator[pa.Table]:
 
 
 def _stage(rows: Dataset, stage: type, arguments: tuple[Any, ...], pool: Pool, *, calls: int = 0) -> Dataset:
+    with warnings.catch_warnings():
+        # Ray 2.60 deprecates passing these two and has no other way to; left alone they are infinite, and an input
+        # that kills its actor would be tried for ever.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return _map(rows, stage, arguments, pool, calls)
+
+
+def _map(rows: Dataset, stage: type, arguments: tuple[Any, ...], pool: Pool, calls: int) -> Dataset:
     engine = calls > 0
     threads: dict[str, Any] = {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
     return rows.map_batches(

@@ -15,8 +15,15 @@ from rich.table import Table
 
 from qwen_ray import api
 from qwen_ray.report import RunReport
-from qwen_ray.run import Progress as Counts
+from qwen_ray.runner import Progress as Counts
 
+_REASONS = {
+    "done": "done before",
+    "failed": "failed before, left alone",
+    "vanished": "gone from the input",
+    "returned": "back in the input",
+    "missing": "named by the manifest, not there",
+}
 LINE_EVERY_S = 30.0
 """Where there is no terminal to draw on, progress is one plain line this often."""
 
@@ -68,8 +75,7 @@ def show_plan(console: Console, planned: Mapping[str, Any]) -> None:
     table.add_row("listed", str(planned["num_inputs"]))
     table.add_row("duplicates left out", str(planned["num_duplicates"]))
     for reason, count in sorted(planned["planned"].items()):
-        table.add_row(reason, str(count))
-    table.add_row("gone from the input", str(planned["num_vanished"]))
+        table.add_row(_REASONS.get(reason, reason.replace("_", " ")), str(count))
     table.add_row("[bold]to do[/bold]", f"[bold]{planned['num_todo']}[/bold]")
     console.print(table)
 

@@ -33,6 +33,7 @@ class S3Server:
     def __init__(self) -> None:
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._faults: list[tuple[str, int, bool]] = []
+        self._break_after: int | None = None
         self._buckets = 0
         self.requests: list[tuple[str, str]] = []
         self._server = make_server("127.0.0.1", 0, self, request_handler=_Quiet)
@@ -63,6 +64,10 @@ class S3Server:
         """Answer the next such request with an error: `after` having done what it asks for, or instead."""
         self._faults.append((method, status, after))
 
+    def break_next_body(self, after_bytes: int) -> None:
+        """Close the connection in the middle of the next answer to a GET."""
+        self._break_after = after_bytes
+
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
         self.requests.append((method, environ["PATH_INFO"]))
@@ -73,7 +78,11 @@ class S3Server:
                     list(self._moto(environ, lambda *_: lambda _: None))
                 start_response(f"{fault[1]} Fault", [("Content-Length", "0")])
                 return [b""]
-        return self._moto(environ, start_response)  # type: ignore[no-any-return]
+        body: Iterable[bytes] = self._moto(environ, start_response)
+        if method == "GET" and self._break_after is not None:
+            whole, self._break_after = b"".join(body)[: self._break_after], None
+            return [whole]
+        return body
 
 
 class _Quiet(WSGIRequestHandler):

@@ -6,6 +6,9 @@ from qwen_ray.config import CaptionConfig, SpeechConfig
 from qwen_ray.engines import models
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
 
+CAPTION_TYPES = ("qwen2_5_vl",)
+"""`model_type` of the checkpoints that the `qwen_vl` engine runs."""
+
 
 def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) -> CaptionEngine:
     """The engine that `config` names, its model loaded."""
@@ -33,4 +36,8 @@ def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
     """The model of a component; the fake engines have none. Raises ConfigError when it cannot be found."""
     if component.engine == "fake":
         return models.Model("fake", "fake-1")
-    return models.resolve(component.model, component.revision if isinstance(component, CaptionConfig) else "")
+    if isinstance(component, SpeechConfig):
+        return models.resolve(component.model)
+    model = models.resolve(component.model, component.revision)
+    models.check_type(model, CAPTION_TYPES)
+    return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,27 @@ def resolve(name: str, revision: str = "") -> Model:
     else:
         return Model(name, hub_revision(name, revision))
     return Model(str(folder), _content_hash(folder))
+
+
+def check_type(model: Model, allowed: tuple[str, ...]) -> None:
+    """Raise ConfigError unless the checkpoint's `config.json` says one of the `allowed` model types."""
+    path = Path(model.location) / "config.json" if model.is_local else _hub_file(model, "config.json")
+    try:
+        found = json.loads(path.read_text()).get("model_type")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {model.location!r}: config.json is not readable: {error}") from None
+    if found not in allowed:
+        raise ConfigError(f"model {model.location!r} is of type {found!r}; this engine runs {', '.join(allowed)}")
+
+
+def _hub_file(model: Model, name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model.location, name, revision=model.revision))
+    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        raise ConfigError(f"model {model.location!r}: {name} cannot be had from the hub: {error}") from None
 
 
 def hub_revision(name: str, revision: str) -> str:

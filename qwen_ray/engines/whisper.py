@@ -6,6 +6,7 @@ conditioned on the text of the one before: a repetition loop cannot spread, and 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -64,10 +65,7 @@ class WhisperEngine:
 
 
 def _segment(found: Any, language: str) -> Segment:
-    words = tuple(
-        Word(word.word.strip(), float(word.start), float(word.end), float(word.probability))
-        for word in (found.words or ())
-    )
+    words = _words(found.words or ())
     return Segment(
         text=found.text.strip(),
         start_s=words[0].start_s if words else float(found.start),
@@ -78,6 +76,19 @@ def _segment(found: Any, language: str) -> Segment:
         words=words,
         flags=_flags(found.compression_ratio, found.avg_logprob),
     )
+
+
+def _words(found: Iterable[Any]) -> tuple[Word, ...]:
+    """Whole words: faster-whisper splits at hyphens, and a piece that begins without a space goes on from the last one."""
+    words: list[Word] = []
+    for piece in found:
+        if words and not piece.word.startswith(" "):
+            first = words.pop()
+            least = min(first.probability, float(piece.probability))
+            words.append(Word(first.word + piece.word.strip(), first.start_s, float(piece.end), least))
+        else:
+            words.append(Word(piece.word.strip(), float(piece.start), float(piece.end), float(piece.probability)))
+    return tuple(words)
 
 
 def _flags(compression_ratio: float, avg_logprob: float) -> tuple[str, ...]:

@@ -84,7 +84,9 @@ class CommitLog:
             TransientError: the store failed.
         """
         if self._broken:
-            raise TransientError("storage", "an earlier commit of this run failed halfway; start the run again to recover")
+            raise TransientError(
+                "storage", "an earlier commit of this run failed halfway; start the run again to recover"
+            )
         if not changes:
             return
         self._broken = True
@@ -97,7 +99,9 @@ class CommitLog:
             self._project_all(key, complete)
         except _RecordGone:
             self._lease.lost.set()
-            raise LeaseLostError(f"{self._storage.uri}: another run has taken over and finished this run's commit") from None
+            raise LeaseLostError(
+                f"{self._storage.uri}: another run has taken over and finished this run's commit"
+            ) from None
         self._storage.delete(key)
         self._seq += 1
         self._broken = False
@@ -180,7 +184,9 @@ class CommitLog:
     def _project_all(self, key: str, changes: Sequence[PartChange]) -> None:
         """Table after table, `videos` last; the parts of one table side by side."""
         for table in TABLES:
-            _each(lambda change: self._project(key, change), [c for c in changes if c.table == table], self._num_threads)
+            _each(
+                lambda change: self._project(key, change), [c for c in changes if c.table == table], self._num_threads
+            )
 
     def _project(self, key: str, change: PartChange) -> None:
         target = part_key(change.table, change.part)
@@ -244,7 +250,9 @@ def decode_record(data: bytes) -> list[PartChange]:
     try:
         rows = pa.ipc.open_file(pa.BufferReader(data)).read_all().to_pylist()
         return [
-            PartChange(row["part"], row["table"], row["replaces"], pa.ipc.open_file(pa.BufferReader(row["rows"])).read_all())
+            PartChange(
+                row["part"], row["table"], row["replaces"], pa.ipc.open_file(pa.BufferReader(row["rows"])).read_all()
+            )
             for row in rows
         ]
     except (pa.ArrowException, KeyError) as error:

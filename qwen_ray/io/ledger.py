@@ -13,12 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, cast
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from qwen_ray.errors import RETRYABLE, ConfigError, TransientError
+from qwen_ray.errors import RETRYABLE, TransientError
 from qwen_ray.io.commits import PartChange
 from qwen_ray.io.objects import NotFound, Storage
 from qwen_ray.io.parts import list_parts, read_part
@@ -28,9 +28,12 @@ from qwen_ray.schema import VIDEOS, table_of
 Reason = Literal["new", "changed", "retry", "stale_caption", "stale_speech", "stale_both"]
 
 _REPEATING = (
-    "status", "caption_status", "speech_status", "error_type", "decode_fingerprint", "caption_fingerprint", "speech_fingerprint",
+    "status", "caption_status", "speech_status", "error_type",
+    "decode_fingerprint", "caption_fingerprint", "speech_fingerprint",
 )  # fmt: skip
 _COLUMNS = ["video_id", "uri", "version", "attempts", "num_clips", "num_segments", "vanished_at", *_REPEATING]
+_TROUBLED = pa.array(["failed", "partial"])
+_PASSING = pa.array([name for name, passes in RETRYABLE.items() if passes])
 _THREADS = 16
 _TRIES = 4
 _BATCH = 262_144
@@ -56,7 +59,7 @@ class Todo:
     want_caption: bool
     want_speech: bool
     keep_caption: bool
-    """Rows of captions that stand there stay as they are. Not so when the video itself has changed."""
+    """Rows of captions that stand there stay as they are; not so when the video itself has changed."""
     keep_speech: bool
     attempts: int
     """Runs that have failed at this version with this recipe."""
@@ -64,7 +67,7 @@ class Todo:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A video of which only the row in `videos` needs a new `vanished_at`."""
+    """A video of which only the row in `videos` changes: its `vanished_at` is set or cleared."""
 
     video_id: str
     part: str
@@ -81,8 +84,8 @@ class Plan:
     returned: list[Mark]
     """Vanished before, there again with the same version, and nothing else to do."""
     counts: dict[str, int]
-    """Sources by reason, and `done`, `failed` (left alone), `missing` (named by a manifest, not there, rows kept),
-    `vanished`, `returned`. The last two count rows, not sources."""
+    """Sources by reason, and `done`, `failed` (left alone), `missing` (named by a manifest, not there, rows kept);
+    and, of rows, `vanished` and `returned`."""
 
 
 class Ledger:
@@ -106,6 +109,10 @@ class Ledger:
             tables = list(pool.map(lambda part: _load_part(storage, part), list_parts(storage, "videos")))
         return cls(_gather(tables))
 
+    def mark(self, row: int) -> Mark:
+        """Id and part of a row."""
+        return Mark(self.rows["video_id"][row].as_py(), self.rows["part"][row].as_py())
+
     def find(self, video_ids: Sequence[str]) -> pa.Array:
         """Row number of each video; null where there is none."""
         return pc.index_in(pa.array(video_ids, pa.string()), value_set=self.rows["video_id"].combine_chunks())
@@ -118,32 +125,34 @@ def plan(
     *,
     max_attempts: int,
     root: str | None = None,
+    retry_all: bool = False,
 ) -> Plan:
     """Compare what is listed with what is there.
 
     A source is `new`; or `changed` (another version); or `retry` (failed or partial for a reason that may pass, in fewer
-    than `max_attempts` runs); or stale, where a wanted component was made by another recipe: then only that one is made
-    again. A changed recipe also tries again what had failed for good. A component the run is not to make stays as it is.
+    than `max_attempts` runs: what failed is made again); or stale, where a wanted component was made by another recipe:
+    only that one is made again. A changed recipe also tries again what had failed for good.
 
     Args:
         root: prefix of URIs of which the sources are the complete listing; None marks nothing as vanished.
+        retry_all: try again everything that failed, whatever the reason and the number of attempts.
     """
     rows = ledger.find([source.video_id for source in sources])
-    verdicts = _verdicts(sources, rows, ledger, fingerprints, max_attempts)
     new, old, returned = [], [], []
     counts: Counter[str] = Counter()
+    verdicts = _verdicts(sources, rows, ledger, fingerprints, max_attempts, retry_all)
     for source, row, verdict in zip(sources, rows.to_pylist(), verdicts, strict=True):
-        counts[verdict] += 1
-        if verdict == "new":
-            new.append(_new(source, fingerprints))
-        elif verdict in ("done", "failed"):
+        counts[verdict.reason] += 1
+        if verdict.reason == "new":
+            new.append(_todo(source, verdict, None, 0))
+        elif verdict.reason in ("done", "failed"):
             if ledger.rows["vanished_at"][row].is_valid:
-                returned.append(_mark(ledger, row))
-        elif verdict != "missing":
-            old.append(_todo(source, verdict, ledger, row, fingerprints))
+                returned.append(ledger.mark(row))
+        elif verdict.reason != "missing":
+            old.append(_todo(source, verdict, ledger.mark(row).part, ledger.rows["attempts"][row].as_py() or 0))
     old.sort(key=lambda todo: str(todo.part))
     vanished = _vanished(ledger, rows, root)
-    counts.update({"vanished": len(vanished), "returned": len(returned)})
+    counts["vanished"], counts["returned"] = len(vanished), len(returned)
     return Plan([*new, *old], vanished, returned, dict(counts))
 
 
@@ -156,7 +165,7 @@ def read_videos(storage: Storage, part: str, video_ids: Iterable[str]) -> list[d
 
 
 def mark_changes(storage: Storage, plan: Plan, now: datetime.datetime) -> Iterator[PartChange]:
-    """The changes that set and clear `vanished_at`, one per part: commit them some parts at a time."""
+    """The changes that set and clear `vanished_at`, one per part."""
     when = {**dict.fromkeys(plan.vanished, now), **dict.fromkeys(plan.returned)}
     for part, marks in groupby(sorted(when, key=lambda mark: (mark.part, mark.video_id)), key=lambda mark: mark.part):
         times = {mark.video_id: when[mark] for mark in marks}
@@ -197,96 +206,114 @@ def _empty() -> pa.Table:
     return pa.schema(list(kinds.items())).empty_table()
 
 
+class _Verdict(NamedTuple):
+    reason: str
+    """A `Reason`, or `done`, `failed`, `missing`."""
+    want_caption: bool
+    want_speech: bool
+
+
 def _verdicts(
-    sources: Sequence[Source], rows: pa.Array, ledger: Ledger, fingerprints: Fingerprints, max_attempts: int
-) -> list[str]:
-    """Reason, `done`, `failed` or `missing` for each source; by whole columns, a batch at a time."""
-    verdicts: list[str] = []
+    sources: Sequence[Source],
+    rows: pa.Array,
+    ledger: Ledger,
+    fingerprints: Fingerprints,
+    max_attempts: int,
+    retry_all: bool,
+) -> Iterator[_Verdict]:
+    """One for each source; by whole columns, a batch at a time."""
     for start in range(0, len(sources), _BATCH):
         versions = pa.array([source.version for source in sources[start : start + _BATCH]], pa.string())
         batch = rows.slice(start, _BATCH)
-        known = ledger.rows.select(["version", "attempts", *_REPEATING]).take(batch)
-        verdicts += _judge(versions, batch, known, fingerprints, max_attempts).to_pylist()
-    return verdicts
+        known = _Known(ledger.rows.select(["version", "attempts", *_REPEATING]).take(batch), fingerprints)
+        reasons = _reasons(versions, batch, known, known.may_retry(max_attempts, retry_all))
+        wants = (_wants(reasons, wanted, again) for wanted, again in known.components())
+        yield from map(_Verdict, reasons.to_pylist(), *(want.to_pylist() for want in wants))
 
 
-def _judge(versions: pa.Array, rows: pa.Array, known: pa.Table, fingerprints: Fingerprints, max_attempts: int) -> pa.Array:
-    caption = _differs(known["caption_fingerprint"], fingerprints.caption)
-    if fingerprints.caption is not None:
-        caption = pc.or_(caption, _differs(known["decode_fingerprint"], fingerprints.decode))
-    speech = _differs(known["speech_fingerprint"], fingerprints.speech)
-    unfinished = pc.not_equal(_text(known["status"]), "ok")
-    passing = pc.is_in(_text(known["error_type"]), value_set=pa.array([name for name, may in RETRYABLE.items() if may]))
+def _reasons(versions: pa.Array, rows: pa.Array, known: _Known, retry: pa.Array) -> pa.Array:
+    """The first of these that holds."""
     cases = {
         "new": pc.is_null(rows),
-        "missing": pc.and_(pc.equal(versions, ""), pc.not_equal(known["version"], "")),
-        "changed": pc.not_equal(versions, known["version"]),
-        "stale_both": pc.and_(caption, speech),
-        "retry": pc.and_(pc.and_(unfinished, passing), pc.less(pc.fill_null(known["attempts"], 0), max_attempts)),
-        "stale_caption": caption,
-        "stale_speech": speech,
-        "failed": pc.equal(_text(known["status"]), "failed"),
+        "missing": pc.and_(pc.equal(versions, ""), pc.not_equal(known.text("version"), "")),
+        "changed": pc.not_equal(versions, known.text("version")),
+        "stale_both": pc.and_(known.caption_stale, known.speech_stale),
+        "retry": retry,
+        "stale_caption": known.caption_stale,
+        "stale_speech": known.speech_stale,
+        "failed": pc.equal(known.text("status"), "failed"),
     }
-    conditions = [pc.fill_null(_flat(condition), False) for condition in cases.values()]
-    return pc.case_when(pa.StructArray.from_arrays(conditions, names=list(cases)), *cases, "done")
+    return pc.case_when(pa.StructArray.from_arrays(list(cases.values()), names=list(cases)), *cases, "done")
 
 
-def _differs(column: pa.ChunkedArray, wanted: str | None) -> pa.ChunkedArray:
-    """Whether what is recorded (nothing, perhaps) is not what is wanted; false where nothing is wanted."""
-    if wanted is None:
-        return pa.chunked_array([pa.array([False] * len(column), pa.bool_())])
-    return pc.not_equal(pc.fill_null(_text(column), ""), wanted)
+def _wants(reasons: pa.Array, wanted: bool, again: pa.Array) -> pa.Array:
+    """Whether a component is to be made: all of a new or changed video, else what is stale or failed."""
+    whole = pc.is_in(reasons, value_set=pa.array(["new", "changed"]))
+    return pc.and_(pc.or_(whole, again), pa.scalar(wanted))
 
 
-def _text(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    return column.cast(pa.string())
+class _Known:
+    """What the ledger says about a batch of sources, column by column; empty text where it says nothing."""
+
+    def __init__(self, rows: pa.Table, fingerprints: Fingerprints) -> None:
+        self._rows, self._fingerprints = rows, fingerprints
+        stale = self._differs("caption_fingerprint", fingerprints.caption)
+        decode = None if fingerprints.caption is None else fingerprints.decode
+        self.caption_stale = pc.or_(stale, self._differs("decode_fingerprint", decode))
+        self.speech_stale = self._differs("speech_fingerprint", fingerprints.speech)
+        self._unfinished = pc.is_in(self.text("status"), value_set=_TROUBLED)
+        caption, speech = (pc.is_in(self.text(f"{c}_status"), value_set=_TROUBLED) for c in ("caption", "speech"))
+        neither = pc.invert(pc.or_(caption, speech))  # the file itself was in trouble
+        self._caption_again = pc.or_(self.caption_stale, pc.and_(self._unfinished, pc.or_(caption, neither)))
+        self._speech_again = pc.or_(self.speech_stale, pc.and_(self._unfinished, pc.or_(speech, neither)))
+
+    def text(self, name: str) -> pa.Array:
+        return pc.fill_null(_flat(self._rows[name]).cast(pa.string()), "")
+
+    def may_retry(self, max_attempts: int, everything: bool) -> pa.Array:
+        """Whether something that is wanted has failed, and trying again is in order."""
+        (caption, caption_again), (speech, speech_again) = self.components()
+        concerns_us = pc.or_(pc.and_(caption_again, pa.scalar(caption)), pc.and_(speech_again, pa.scalar(speech)))
+        troubled = pc.and_(self._unfinished, concerns_us)
+        if everything:
+            return troubled
+        left = pc.less(pc.fill_null(_flat(self._rows["attempts"]), 0), max_attempts)
+        return pc.and_(troubled, pc.and_(left, pc.is_in(self.text("error_type"), value_set=_PASSING)))
+
+    def components(self) -> list[tuple[bool, pa.Array]]:
+        """For captions and for speech: whether the run makes it, and whether it is stale or has failed."""
+        wanted = self._fingerprints
+        return [(wanted.caption is not None, self._caption_again), (wanted.speech is not None, self._speech_again)]
+
+    def _differs(self, name: str, wanted: str | None) -> pa.Array:
+        """Whether what is recorded is not what is wanted; false where nothing is wanted."""
+        return pc.and_(pc.not_equal(self.text(name), wanted or ""), pa.scalar(wanted is not None))
 
 
 def _flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
     return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
 
 
-def _new(source: Source, fingerprints: Fingerprints) -> Todo:
+def _todo(source: Source, verdict: _Verdict, part: str | None, attempts: int) -> Todo:
+    stands = verdict.reason not in ("new", "changed")
     return Todo(
         source=source,
-        reason="new",
-        part=None,
-        want_caption=fingerprints.caption is not None,
-        want_speech=fingerprints.speech is not None,
-        keep_caption=False,
-        keep_speech=False,
-        attempts=0,
+        reason=cast(Reason, verdict.reason),
+        part=part,
+        want_caption=verdict.want_caption,
+        want_speech=verdict.want_speech,
+        keep_caption=stands and not verdict.want_caption,
+        keep_speech=stands and not verdict.want_speech,
+        attempts=attempts if verdict.reason == "retry" else 0,
     )
-
-
-def _todo(source: Source, verdict: Any, ledger: Ledger, row: int, fingerprints: Fingerprints) -> Todo:
-    want_caption = fingerprints.caption is not None and verdict != "stale_speech"
-    want_speech = fingerprints.speech is not None and verdict != "stale_caption"
-    return Todo(
-        source=source,
-        reason=verdict,
-        part=ledger.rows["part"][row].as_py(),
-        want_caption=want_caption,
-        want_speech=want_speech,
-        keep_caption=not want_caption and verdict != "changed",
-        keep_speech=not want_speech and verdict != "changed",
-        attempts=(ledger.rows["attempts"][row].as_py() or 0) if verdict == "retry" else 0,
-    )
-
-
-def _mark(ledger: Ledger, row: int) -> Mark:
-    return Mark(ledger.rows["video_id"][row].as_py(), ledger.rows["part"][row].as_py())
 
 
 def _vanished(ledger: Ledger, listed: pa.Array, root: str | None) -> list[Mark]:
-    """Rows under the root that the listing lacks; not those it would have passed over (a manifest may have named them)."""
+    """Rows under the root that the listing lacks; not those it would have passed over, which a manifest had named."""
     if root is None:
         return []
     present = pc.is_in(pa.array(range(len(ledger)), pa.int32()), value_set=listed.drop_null())
     gone = pc.and_(pc.invert(present), pc.is_null(_flat(ledger.rows["vanished_at"])))
     gone = pc.and_(gone, pc.starts_with(_flat(ledger.rows["uri"]), root))
-    marks = []
-    for row in pc.indices_nonzero(gone).to_pylist():
-        if belongs(ledger.rows["uri"][row].as_py()[len(root) :]):
-            marks.append(_mark(ledger, row))
-    return marks
+    rows = pc.indices_nonzero(gone).to_pylist()
+    return [ledger.mark(row) for row in rows if belongs(ledger.rows["uri"][row].as_py()[len(root) :])]

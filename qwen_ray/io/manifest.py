@@ -43,7 +43,9 @@ def _read_csv(name: str, data: bytes) -> Iterator[dict[str, Any]]:
     text = _text(name, data)
     delimiter = "\t" if name.lower().endswith(".tsv") else ","
     try:
-        for number, row in enumerate(csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), 1):
+        for number, row in enumerate(
+            csv.DictReader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True), 1
+        ):
             if None in row:
                 raise ConfigError(f"manifest {name}: row {number} has more values than there are columns")
             yield row

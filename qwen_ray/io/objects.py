@@ -107,7 +107,9 @@ def check_conditional(storage: Storage) -> None:
     try:
         storage.write_new(key, b"probe")
         if not (_refuses_new(storage, key) and _refuses_changed(storage, key)):
-            raise ConfigError(f"{storage.uri}: this store ignores conditional writes (If-None-Match, If-Match); use another")
+            raise ConfigError(
+                f"{storage.uri}: this store ignores conditional writes (If-None-Match, If-Match); use another"
+            )
         storage.delete(key)
     except TransientError as error:
         raise ConfigError(f"output {storage.uri} cannot be written: {error}") from error

@@ -66,7 +66,8 @@ def conform(rows: pa.Table, table: str, columns: Iterable[str] | None = None) ->
         schema = pa.schema([schema.field(name) for name in columns], metadata=schema.metadata)
     present = set(rows.column_names)
     arrays = [
-        rows[field.name].cast(field.type) if field.name in present else pa.nulls(len(rows), field.type) for field in schema
+        rows[field.name].cast(field.type) if field.name in present else pa.nulls(len(rows), field.type)
+        for field in schema
     ]
     return pa.Table.from_arrays(arrays, schema=schema)
 

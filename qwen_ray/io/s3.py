@@ -25,7 +25,12 @@ from qwen_ray.io.objects import TEMP, Conflict, Denied, Entry, NotFound, Object,
 _CHUNK = 1 << 20
 _ABANDONED_S = 3600.0
 _PUT_TRIES = 6
-_CREDENTIALS = (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError, boto.ProfileNotFound)
+_CREDENTIALS = (
+    boto.NoCredentialsError,
+    boto.PartialCredentialsError,
+    boto.CredentialRetrievalError,
+    boto.ProfileNotFound,
+)
 _MALFORMED = (boto.ParamValidationError, boto.NoRegionError, boto.InvalidRegionError)
 
 
@@ -62,11 +67,19 @@ class S3Storage:
         self.prefix = f"{prefix}/" if prefix else ""
         self.uri = f"s3://{bucket}/{prefix}".rstrip("/")
         self._client = client(config)
+        self._max_attempts = config.max_attempts
 
     def read(self, key: str) -> Object:
-        with _boto_errors(self._name(key)):
-            answer = self._client.get_object(**self._at(key))
-            return Object(answer["Body"].read(), _bare(answer["ETag"]))
+        for attempt in range(self._max_attempts):
+            try:
+                with _boto_errors(self._name(key)):
+                    answer = self._client.get_object(**self._at(key))
+                    return Object(answer["Body"].read(), _bare(answer["ETag"]))
+            except TransientError as error:
+                if attempt + 1 == self._max_attempts or not _broke_off(error):
+                    raise
+                _back_off(attempt)
+        raise AssertionError("unreachable: max_attempts is 1 or more")
 
     def head(self, key: str) -> str | None:
         try:
@@ -98,7 +111,8 @@ class S3Storage:
     def age_s(self, key: str) -> float:
         answer = self._head(key)
         now = parsedate_to_datetime(answer["ResponseMetadata"]["HTTPHeaders"]["date"])
-        return max(0.0, (now - answer["LastModified"]).total_seconds())
+        age_s: float = (now - answer["LastModified"]).total_seconds()
+        return max(0.0, age_s)
 
     def sweep(self) -> None:
         for entry in list(self.list(TEMP)):
@@ -179,10 +193,10 @@ def download(config: StorageConfig, bucket: str, key: str, version: str, target:
                 with _boto_errors(name):
                     version = _append(s3, bucket, key, version, file)
                 return
-            except TransientError:
-                if attempt + 1 == config.max_attempts:
+            except TransientError as error:
+                if attempt + 1 == config.max_attempts or not _broke_off(error):
                     raise
-                time.sleep(min(5.0, 0.1 * 2**attempt))
+                _back_off(attempt)
 
 
 def _append(s3: Any, bucket: str, key: str, version: str, file: Any) -> str:
@@ -193,6 +207,15 @@ def _append(s3: Any, bucket: str, key: str, version: str, file: Any) -> str:
     for chunk in answer["Body"].iter_chunks(_CHUNK):
         file.write(chunk)
     return _bare(answer["ETag"])
+
+
+def _broke_off(error: TransientError) -> bool:
+    """Whether an answer's body did not arrive whole: botocore has repeated requests by itself, but not those."""
+    return isinstance(error.__cause__, (boto.ResponseStreamingError, boto.IncompleteReadError, boto.ReadTimeoutError))
+
+
+def _back_off(attempt: int) -> None:
+    time.sleep(min(5.0, 0.1 * 2**attempt))
 
 
 def _bare(etag: str) -> str:

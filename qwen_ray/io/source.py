@@ -73,7 +73,9 @@ def list_sources(input: str, config: StorageConfig, limit: int = 0) -> Listing:
     except TransientError as error:
         raise ConfigError(f"input {input}: {error}") from error
     if not listing.sources:
-        skipped = f" (only {listing.num_skipped} side-car files such as texts and tables)" if listing.num_skipped else ""
+        skipped = (
+            f" (only {listing.num_skipped} side-car files such as texts and tables)" if listing.num_skipped else ""
+        )
         raise ConfigError(f"input {input}: holds no videos{skipped}")
     return listing
 

@@ -147,7 +147,11 @@ def read_uri(uri: str, config: StorageConfig) -> bytes:
     """All bytes of one file or object. Raises NotFound, TransientError, ConfigError."""
     location = locate(uri)
     folder, _, name = location.key.rpartition("/")
-    return open_storage(Location(location.bucket, folder or ("/" if location.is_local else "")).uri, config).read(name).data
+    return (
+        open_storage(Location(location.bucket, folder or ("/" if location.is_local else "")).uri, config)
+        .read(name)
+        .data
+    )
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """A sound track as 16 kHz mono, at true times: sample k is heard at audio_offset_s + k / 16000 on the video's axis.
 
-Decoders hand out what a track holds, end to end, and so lose its holes: after a pause in a recording every word would be
-early. Here the timestamps decide; holes become silence, overlaps are dropped.
+Decoders hand out what a track holds, end to end, and so lose its holes: after a pause in a recording every word would
+be early. Here the timestamps decide; holes become silence, overlaps are dropped.
 
 Legend: N samples.
 """

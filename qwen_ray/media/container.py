@@ -45,7 +45,7 @@ def open_input(path: str) -> InputContainer:
     if size_bytes == 0:
         raise InputError("empty_file", f"{name}: the file is empty (0 bytes)")
     try:
-        # `file:` keeps a colon in the name from being taken for a protocol; the whitelist keeps a playlist from fetching
+        # `file:`: a colon in the name is no protocol; whitelist: a playlist fetches nothing
         opened = av.open("file:" + path, metadata_errors="ignore", options={"protocol_whitelist": "file"})
         container = cast("InputContainer", opened)
     except MemoryError:

@@ -35,10 +35,10 @@ def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: Non
     examined = examine(request.path, beat)
     windows = clip_windows(examined, request.window_s) if request.want_frames else []
     yield Opened(examined.info, windows)
-    video_errors, repaired = yield from _clips(request, examined, windows, beat)
+    video_errors, damaged_frames = yield from _clips(request, examined, windows, beat)
     audio_errors, audio_error = yield from _speech(request, examined, beat)
     errors = video_errors + audio_errors + examined.num_errors
-    damaged = bool(errors or repaired or audio_error or examined.cut)
+    damaged = bool(errors or damaged_frames or audio_error or examined.cut)
     yield Done(video_errors + examined.num_errors, audio_errors, audio_error, damaged)
 
 
@@ -53,7 +53,7 @@ def clip_windows(examined: Examined, window_s: float) -> list[Window]:
 def _clips(
     request: DecodeRequest, examined: Examined, windows: list[Window], beat: Callable[[], None]
 ) -> Generator[Event, None, tuple[int, int]]:
-    """Yield the clips; returns how many errors there were and how many frames damaged data went into."""
+    """Yield the clips; returns how many errors there were, and how many frames were damaged or lost."""
     todo = [index for index in range(len(windows)) if index not in request.skip_clips]
     if not todo:
         return 0, 0
@@ -61,16 +61,16 @@ def _clips(
     if refused is not None:
         for index in todo:
             yield ClipFailed(index, *windows[index], *refused)
-        return 0, 0
+        return 0, len(todo)
     plan = [sample(examined.frame_times_s, *windows[index], request.num_frames) for index in todo]
     height, width = _target_size(request, examined)
-    reader, repaired = FrameReader(examined, plan, height=height, width=width, beat=beat), 0
+    reader, damaged = FrameReader(examined, plan, height=height, width=width, beat=beat), 0
     try:
         for nth, index in enumerate(todo):
             taken = reader.take(nth)
-            repaired += taken.num_repaired
+            damaged += taken.num_repaired + len(plan[nth]) - len(taken.ranks)
             yield _clip(index, windows[index], taken, len(plan[nth]), examined.frame_times_s)
-        return reader.num_errors, repaired
+        return reader.num_errors, damaged
     finally:
         reader.close()
 

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
-UNTIMED = {"avi", "h264", "hevc", "m4v", "mpegvideo", "vc1"}
-"""Formats that store no presentation times: where frames are reordered, FFmpeg's guesses are wrong (H.264 in AVI)."""
+INDEXED = {"mov", "matroska"}
+"""Formats (mp4 and webm are among them) with an index and true display times. The others are believed only where their
+times go to and fro as reordered frames must: AVI, ASF and bare streams store none, and FFmpeg's guesses are wrong."""
 
 RESTART_S = 1.0
 """Decode times that fall back by more than this: the file was joined from two, and its clock starts again."""
@@ -81,7 +82,6 @@ class VideoTrack:
     promised: int = 0
     """Frames that the header claims; 0 where it claims nothing, or is known to guess."""
     num_packets: int = 0
-    num_errors: int = 0
 
 
 @dataclass(slots=True)
@@ -159,7 +159,8 @@ class _VideoScan:
         self._stream = stream
         self._decoder = PictureDecoder(stream) if stream.codec_context is not None else None
         self._clock = Clock(self.track.tick_s)
-        self._untimed = bool(UNTIMED & set(container_format.split(",")))
+        self._trusted = bool(INDEXED & set(container_format.split(",")))
+        self._untimed = self._to_and_fro = False
         self._shown, self._durations = array("q"), array("q")
         self._seen_key = False
         self._guessed = 0
@@ -173,6 +174,8 @@ class _VideoScan:
         pts = self._time(packet) + self._clock.see(cast("Packet[Stream]", packet))
         if packet.is_keyframe:
             self.track.key_packets.append(len(self.track.packet_pts))
+        elif pts < self.track.packet_pts[-1]:
+            self._to_and_fro = True
         self.track.packet_pts.append(pts)
         if not packet.is_discard:
             self._shown.append(pts)
@@ -205,15 +208,19 @@ class _VideoScan:
             found = self._decoder.flush()
             track.first = found[0].frame if found else None
             track.turn = Turn.of(found[0].frame) if found else Turn()
-        reordered = self._stream.codec_context is not None and self._stream.codec_context.has_b_frames
-        repeats = len(set(self._shown)) < len(self._shown)
-        track.by_count = bool(repeats or self._clock.shift or (self._untimed and (reordered or self._guessed)))
+        track.by_count = self._must_count()
         order = sorted(range(len(self._shown)), key=self._shown.__getitem__)
         track.pts = [self._shown[i] for i in order]
         if track.pts:
             track.end = track.pts[-1] + (self._durations[order[-1]] or self._typical_gap())
         self._drop_undecodable_start()
         return track
+
+    def _must_count(self) -> bool:
+        if self._untimed or self._clock.shift or len(set(self._shown)) < len(self._shown):
+            return True
+        reorders = self._decoder is not None and bool(self._stream.codec_context.has_b_frames)
+        return reorders and not self._to_and_fro and not self._trusted
 
     def _typical_gap(self) -> int:
         pts = self.track.pts

@@ -23,12 +23,19 @@ from qwen_ray.errors import ResourceError, RowError, TransientError
 from qwen_ray.media import wire
 from qwen_ray.media.events import DecodeRequest, Done, Event
 
-FRAME = re.compile(rb'File "(?:[^"]*/)?([^"/]+)", line (\d+) in (\S+)')
+FRAME = re.compile(rb'File "(?:[^"]*/)?([^"/]+)", line (\d+),? in (\S+)')
 """A line of faulthandler's report."""
 
 
-class DecodeBug(RuntimeError):
-    """The decoding code itself is wrong; the message is the traceback of the decoding process."""
+class DecodeBug(RuntimeError):  # noqa: N818 (a bug is not an error that callers are meant to expect)
+    """The decoding code itself is wrong: which exception, and where. `report` is the whole traceback."""
+
+    def __init__(self, message: str, report: str) -> None:
+        super().__init__(message, report)
+        self.message, self.report = message, report
+
+    def __str__(self) -> str:
+        return self.message
 
 
 class Decoder:
@@ -96,7 +103,8 @@ class Decoder:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self._start()
-        assert self._socket is not None and self._stderr is not None
+        assert self._socket is not None
+        assert self._stderr is not None
         os.ftruncate(self._stderr.fileno(), 0)
         self._socket.settimeout(None)
         return self._socket
@@ -149,7 +157,10 @@ class Decoder:
             text = f"{name}: the decoder was killed (signal 9), most likely because the machine ran out of memory"
             return ResourceError("decode_memory", text)
         if b"Traceback (most recent call last)" in report:
-            return DecodeBug(f"{name}: {report.decode(errors='replace')}")
+            last = report.strip().rpartition(b"\n")[2].decode(errors="replace")
+            where = FRAME.findall(report)[-1]
+            text = f"{name}: bug in the decoding code: {last} (at {_place(where)})"
+            return DecodeBug(text, report.decode(errors="replace"))
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return TransientError("decode_crashed", f"{name}: the decoder died by {cause}{_last_words(report)}")
 
@@ -159,8 +170,13 @@ def _last_words(report: bytes) -> str:
     before, _, fault = report.partition(b"Fatal Python error")
     said = [line.strip() for line in before.splitlines() if line.strip()][-2:]
     where = FRAME.search(fault.partition(b"Current thread")[2])
-    told = [*said, b"at %s:%s in %s" % where.groups()] if where else said
-    return "".join(f"; {line.decode(errors='replace')}" for line in told)
+    told = [line.decode(errors="replace") for line in said]
+    return "".join(f"; {text}" for text in [*told, *([f"at {_place(where.groups())}"] if where else [])])
+
+
+def _place(frame: tuple[bytes, ...]) -> str:
+    file, line, function = (part.decode(errors="replace") for part in frame)
+    return f"{file}:{line} in {function}"
 
 
 def _environment() -> dict[str, str]:

@@ -162,7 +162,7 @@ class Painter:
 
 
 def _matrix(frame: VideoFrame) -> int | None:
-    """The matrix of a frame that names none, as players assume: BT.709 from 720p up, BT.601 below. Else None: its own."""
+    """The matrix of a frame that names none, as players assume: BT.709 from 720p up, BT.601 below; else its own."""
     if frame.colorspace not in (UNSPECIFIED, RESERVED, RGB):
         return None
     if frame.height > 576 or frame.width >= 1280:

@@ -1,7 +1,8 @@
 """Stretches of speech, cut out of a stream of sound: what a recogniser is given, and all it is given.
 
 A recogniser invents words over silence and loses its place over long ones, so sound without speech never reaches it.
-The detector is the Silero model that ships with faster-whisper (2 MB, onnxruntime, no torch): 80 hours an hour a core.
+The detector is the Silero model that ships with faster-whisper (2 MB, onnxruntime, no torch): half an hour in 4 seconds
+on one core.
 
 Legend: N samples at 16 kHz.
 """

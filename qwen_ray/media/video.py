@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from qwen_ray.media.container import PacketReader, open_input
+from qwen_ray.media.index import INDEXED
 from qwen_ray.media.pictures import Decoded, Painter, PictureDecoder
 from qwen_ray.media.probe import Examined
 
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from av.packet import Packet
     from av.stream import Stream
     from av.video.stream import VideoStream
-
-SEEKABLE = {"mov", "matroska"}
-"""Formats whose seeks land where they should: those with an index of their own (mp4 and webm are among them)."""
 
 SEEK_PACKETS = 12
 """Packets that a seek must save: it costs about as much as decoding a few small frames."""
@@ -40,7 +38,7 @@ LOOKAHEAD = 16
 class Picture:
     """One frame, converted."""
 
-    picture_HWC: npt.NDArray[np.uint8]
+    picture_HWC: npt.NDArray[np.uint8]  # noqa: N815 (axes)
     suspect: bool
 
 
@@ -50,7 +48,7 @@ class Taken:
 
     ranks: list[int]
     """Which frames, in order of display."""
-    pictures_HWC: list[npt.NDArray[np.uint8]]
+    pictures_HWC: list[npt.NDArray[np.uint8]]  # noqa: N815 (axes)
     """Their pictures."""
     num_repaired: int
     """How many of them damaged data went into."""
@@ -144,7 +142,7 @@ class _Walk(Iterator[tuple[int, Decoded]]):
         self._stream = cast("VideoStream", self._container.streams[self._track.stream_index])
         self._decoder = PictureDecoder(self._stream)
         self._skips = shortcuts
-        self._seeks = shortcuts and bool(SEEKABLE & set(self._container.format.name.split(",")))
+        self._seeks = shortcuts and bool(INDEXED & set(self._container.format.name.split(",")))
         self._rank_of = {} if self._track.by_count else {pts: rank for rank, pts in enumerate(self._track.pts)}
         self._ordinal_of = {pts: n for n, pts in enumerate(self._track.packet_pts)} if self._seeks else {}
         self._at = -1  # ordinal of the last packet read, from the first key frame on

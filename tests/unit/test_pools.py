@@ -41,7 +41,7 @@ def test_small_shares_put_several_pairs_on_a_gpu():
     [
         (["caption.num_gpus=0.9"], {"CPU": 8, "GPU": 1}, ["caption.num_gpus", "1.15", "1"]),
         (["caption.replicas=3"], {"CPU": 8, "GPU": 2}, ["caption 3 x 0.7", "2"]),
-        (["decode.replicas=100"], {"CPU": 8}, ["decode 100 x 0.5", "8"]),
+        (["decode.replicas=100"], {"CPU": 8}, ["decode 100 x 1", "8"]),
         ([], {}, ["no CPU"]),
     ],
 )

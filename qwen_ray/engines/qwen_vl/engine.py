@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoTokenizer,
     GenerationConfig,
     LogitsProcessorList,
@@ -31,7 +30,7 @@ from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Caption, CaptionRequest
 from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
 from qwen_ray.engines.qwen_vl.sampling import SeededSampling
-from qwen_ray.errors import ConfigError, EngineError, ResourceError
+from qwen_ray.errors import EngineError, ResourceError
 from qwen_ray.prompts import messages
 
 VIDEO_PAD = "<|video_pad|>"
@@ -46,11 +45,7 @@ class _Waiting:
 
 
 class QwenVLEngine:
-    """A `CaptionEngine` over one model in this process.
-
-    Raises:
-        ConfigError: the checkpoint is not a Qwen2.5-VL.
-    """
+    """A `CaptionEngine` over one model in this process."""
 
     def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
         self._config = config
@@ -59,7 +54,6 @@ class QwenVLEngine:
         if not cuda:
             torch.set_num_threads(max(1, round(config.num_cpus)))
         pinned: dict[str, Any] = {} if model.is_local else {"revision": model.revision}
-        _check_architecture(model, pinned)
         self._tokenizer = AutoTokenizer.from_pretrained(model.location, **pinned)
         network = Qwen2_5_VLForConditionalGeneration.from_pretrained(
             model.location, dtype=dtype, attn_implementation="sdpa", **pinned
@@ -170,15 +164,6 @@ class QwenVLEngine:
         text = self._tokenizer.decode(kept, skip_special_tokens=True).strip()
         num_output = len(kept) + (length is not None)
         return Caption(text, "length" if length is None else "stop", len(waiting.token_ids), num_output)
-
-
-def _check_architecture(model: Model, pinned: dict[str, Any]) -> None:
-    try:
-        found = AutoConfig.from_pretrained(model.location, **pinned).model_type
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model {model.location!r} has no readable config.json: {error}") from None
-    if found != "qwen2_5_vl":
-        raise ConfigError(f"model {model.location!r} is a {found!r}; the qwen_vl engine runs 'qwen2_5_vl' checkpoints")
 
 
 def _patching(model: Model, vision: Any, pinned: dict[str, Any]) -> Patching:

@@ -6,8 +6,12 @@ often a piece is run again, or where the last run was killed.
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import os
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -219,26 +223,47 @@ class _Execution:
 @contextmanager
 def cluster(config: JobConfig) -> Iterator[dict[str, float]]:
     """A Ray cluster to run on, joined by address or started on this machine, and its resources."""
-    import logging
-    import os
-
     import ray
 
-    os.environ.setdefault("RAY_DATA_DISABLE_PROGRESS_BARS", "1")
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
     mine = not ray.is_initialized()
     if mine:
-        # "local" starts a private cluster; without it Ray joins whatever cluster it finds on the machine
-        quiet = {"log_to_driver": False, "logging_level": "error", "configure_logging": True}
-        try:
-            ray.init(address=config.address or "local", **quiet, **({} if config.address else {"include_dashboard": False}))
-        except (ConnectionError, ValueError) as error:
-            raise ConfigError(f"--address {config.address}: no Ray cluster answers there ({error})") from None
+        _connect(config.address)
     try:
         yield dict(ray.cluster_resources())
     finally:
         if mine:
             ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    import ray
+    import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    local: dict[str, Any] = {} if address else {"include_dashboard": False}
+    # Ray's core prints a line per actor class about restarts, and one more about being told not to.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        with _stderr_closed():
+            # "local" starts a private cluster; without it Ray joins whatever cluster it finds on the machine
+            ray.init(address=address or "local", **quiet, **local)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Keep native code from writing to the terminal; what goes wrong is raised all the same."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _with_ticks(tables: Iterator[pa.Table]) -> Iterator[pa.Table | None]:
@@ -263,14 +288,13 @@ def _with_ticks(tables: Iterator[pa.Table]) -> Iterator[pa.Table | None]:
         if got is None:
             return
         if isinstance(got, BaseException):
-            raise EngineError(f"the pipeline stopped: {type(got).__name__}: {got}") from got
+            last_line = str(got).strip().rpartition("\n")[2]  # Ray's message is a traceback of several processes
+            raise EngineError(f"the pipeline stopped: {type(got).__name__}: {last_line}") from got
         yield got
 
 
 def _only_wanted(config: JobConfig, todos: list[Todo]) -> JobConfig:
     """The configuration without engines that nothing planned needs, so that they are not started."""
-    import dataclasses
-
     caption = config.caption if any(todo.want_caption for todo in todos) else None
     speech = config.speech if any(todo.want_speech for todo in todos) else None
     return dataclasses.replace(config, caption=caption, speech=speech)

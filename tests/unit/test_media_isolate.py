@@ -1,0 +1,188 @@
+"""The decoding process may hang, crash or swell; what asked for the decode goes on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from qwen_ray.errors import InputError, ResourceError, RowError
+from qwen_ray.media import child
+from qwen_ray.media.decode import decode_events
+from qwen_ray.media.events import ClipFrames, DecodeRequest, Done, Opened
+from qwen_ray.media.isolate import DecodeBug, Decoder
+from tests.media import encode, x264
+
+LARGE = {"min_pixels": 900_000, "max_pixels": 1_000_000}
+"""Clips that do not fit into the socket, so that the process must wait for whoever asked."""
+
+
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    path = tmp_path_factory.mktemp("film") / "film.mp4"
+    encode(path, video=x264(60, "-bf", "2"), audio="aac")
+    return str(path)
+
+
+@pytest.fixture
+def decoder():
+    with Decoder() as decoder:
+        yield decoder
+
+
+def gone(pid):
+    """Whether a process ends within a few seconds."""
+    for _ in range(100):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_the_process_answers_as_the_generator_does(decoder, film):
+    request = DecodeRequest(path=film, window_s=3.0)
+    here, there = list(decode_events(request)), list(decoder.decode(request))
+    assert here[0] == there[0]
+    assert here[-1] == there[-1]
+    assert [type(event) for event in here] == [type(event) for event in there]
+    for one, other in zip(here[1:-1], there[1:-1], strict=True):
+        assert np.array_equal(one.frames_THWC, other.frames_THWC)
+        assert other.frames_THWC.flags.c_contiguous
+        assert one.frame_times_s == other.frame_times_s
+
+
+def test_one_process_serves_file_after_file(decoder, film, tmp_path):
+    assert decoder.pid is None
+    list(decoder.decode(DecodeRequest(path=film)))
+    pid = decoder.pid
+    (tmp_path / "empty.mp4").write_bytes(b"")
+    with pytest.raises(InputError) as caught:
+        list(decoder.decode(DecodeRequest(path=str(tmp_path / "empty.mp4"))))
+    assert caught.value.error_type == "empty_file"
+    assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
+    assert decoder.pid == pid
+
+
+def test_a_hang_ends_at_the_deadline_and_the_next_file_decodes(decoder, film):
+    list(decoder.decode(DecodeRequest(path=film)))
+    hung = decoder.pid
+    os.kill(hung, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(RowError) as caught:
+        list(decoder.decode(DecodeRequest(path=film, deadline_s=0.5)))
+    assert caught.value.error_type == "decode_timeout"
+    assert time.monotonic() - began < 5
+    assert gone(hung)
+    assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
+
+
+def test_a_hang_in_the_middle_of_a_clip_ends_too(decoder, film):
+    list(decoder.decode(DecodeRequest(path=film)))  # started and warm
+    events = decoder.decode(DecodeRequest(path=film, window_s=0.2, **LARGE, deadline_s=2))
+    next(events)
+    time.sleep(0.3)  # the process fills the socket and waits for us, a clip half sent
+    os.kill(decoder.pid, signal.SIGSTOP)
+    with pytest.raises(RowError) as caught:
+        list(events)
+    assert caught.value.error_type == "decode_timeout"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"),
+    [(signal.SIGSEGV, "decode_crashed", "signal 11"), (signal.SIGKILL, "decode_memory", "signal 9")],
+)
+def test_a_crash_becomes_an_error_and_the_next_file_decodes(decoder, film, number, code, words):
+    events = decoder.decode(DecodeRequest(path=film, window_s=0.2, **LARGE))
+    assert isinstance(next(events), Opened)
+    os.kill(decoder.pid, number)
+    with pytest.raises(RowError) as caught:
+        list(events)
+    assert caught.value.error_type == code
+    assert words in caught.value.message
+    assert str(Path(film).parent) not in caught.value.message
+    assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
+
+
+def test_a_process_that_died_between_files_is_replaced(decoder, film):
+    list(decoder.decode(DecodeRequest(path=film)))
+    dead = decoder.pid
+    os.kill(dead, signal.SIGKILL)
+    decoder._process.wait()
+    assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
+    assert decoder.pid != dead
+
+
+def test_memory_is_bounded_where_that_is_asked(film):
+    with Decoder(memory_bytes=700 << 20) as decoder:
+        assert isinstance(list(decoder.decode(DecodeRequest(path=film, want_audio=False)))[-1], Done)
+        huge = DecodeRequest(path=film, min_pixels=90_000_000, max_pixels=100_000_000, num_frames=16, want_audio=False)
+        with pytest.raises(ResourceError) as caught:
+            list(decoder.decode(huge))
+        assert caught.value.error_type == "decode_memory"
+
+
+def test_long_work_without_a_result_is_no_hang(decoder, tmp_path):
+    path = str(tmp_path / "long.mp4")
+    encode(path, 400, size=(1280, 720), video=["-c:v", "libx264", "-preset", "ultrafast", "-g", "10000"])
+    list(decoder.decode(DecodeRequest(path=path, want_frames=False)))  # started and warm
+    request = DecodeRequest(path=path, window_s=1000, num_frames=2, deadline_s=2, want_audio=False)
+    assert [type(event) for event in decoder.decode(request)] == [Opened, ClipFrames, Done]
+
+
+def test_signs_of_life_are_few(monkeypatch):
+    now_s, sent = [0.0], []
+    monkeypatch.setattr(child.time, "monotonic", lambda: now_s[0])
+    beat = child._every(0.5, lambda: sent.append(now_s[0]))
+    for now_s[0] in np.arange(0, 2, 0.01):
+        beat()
+    assert sent == pytest.approx([0.5, 1.0, 1.5], abs=0.02)
+
+
+def test_leaving_early_ends_the_process(decoder, film):
+    events = decoder.decode(DecodeRequest(path=film, window_s=0.2))
+    next(events)
+    pid = decoder.pid
+    events.close()
+    assert gone(pid)
+    assert decoder.pid is None
+
+
+def test_a_bug_is_not_taken_for_a_bad_file(decoder, film):
+    with pytest.raises(DecodeBug) as caught:
+        list(decoder.decode(DecodeRequest(path=film, num_frames="many")))
+    assert "TypeError" in str(caught.value)
+    assert "sampling.py:" in str(caught.value)
+    assert "Traceback" in caught.value.report
+    assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
+
+
+def test_the_process_ends_with_its_parent(film):
+    code = (
+        "import os, sys; from qwen_ray.media.isolate import Decoder; from qwen_ray.media.events import DecodeRequest\n"
+        "decoder = Decoder(); events = decoder.decode(DecodeRequest(path=sys.argv[1], window_s=0.2)); next(events)\n"
+        "print(decoder.pid, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, film]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        os.kill(child, 0)
+        parent.kill()
+    assert gone(child)
+
+
+def test_asking_for_a_decode_loads_no_decoder():
+    code = "import sys, qwen_ray.media.isolate, qwen_ray.media.events; print({'av', 'torch', 'ray'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert loaded == "set()"
+
+
+def test_decoding_loads_neither_torch_nor_ray():
+    code = "import sys, qwen_ray.media.child; print({'torch', 'ray', 'onnxruntime'} & set(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert loaded == "set()"
