@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qwen_ray.api import configure, frames, probe, read_table, verify
-    from qwen_ray.config import PRESETS, CaptionConfig, CommitConfig, DecodeConfig, JobConfig, SpeechConfig, StorageConfig
+    from qwen_ray.config import (
+        PRESETS,
+        CaptionConfig,
+        CommitConfig,
+        DecodeConfig,
+        JobConfig,
+        SpeechConfig,
+        StorageConfig,
+    )
     from qwen_ray.errors import ConfigError, QwenRayError
     from qwen_ray.report import RunReport
     from qwen_ray.runner import run

@@ -26,9 +26,7 @@ SAMPLES = Path(__file__).parent / "assets" / "samples"
 """The sample videos of `qwen-ray demo`; `truth.json` beside them says what they show and say."""
 
 
-def configure(
-    input: str, output: str, *, preset: str = "", config: str = "", set: Sequence[str] = ()
-) -> JobConfig:
+def configure(input: str, output: str, *, preset: str = "", config: str = "", set: Sequence[str] = ()) -> JobConfig:
     """A run's whole configuration: a preset, a file laid over it, then single values (`caption.batch_size=8`).
 
     Raises:
@@ -118,7 +116,7 @@ def frames(file: str, start_s: float, end_s: float, job: JobConfig) -> ClipFrame
         InputError: the file is not readable, or no frame of the clip is.
         ConfigError: the clip is empty or lies outside the video.
     """
-    from qwen_ray.media.clip import decode_clip
+    from qwen_ray.media.decode import decode_clip
 
     with fetch(_one_file(file), "", job.storage) as path:
         return decode_clip(str(path), start_s, end_s, job.decode)

@@ -1,8 +1,8 @@
 """Collects the pipeline's rows until a video has all of its own.
 
-Rows may come in any order, twice, or from a run that was killed: the first row of an id counts, a video is finished when
-every id that its summary lists is there, and what never comes is told by subtraction. Nothing here depends on how Ray cut
-or retried its blocks.
+Rows may come in any order, twice, or from a run that was killed: the first row of an id counts, a video is finished
+when every id that its summary lists is there, and what never comes is told by subtraction. Nothing here depends on
+how Ray cut or retried its blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,9 @@ import pyarrow as pa
 
 from qwen_ray.io.ledger import Todo
 from qwen_ray.records import Finished, Identity, finish
-from qwen_ray.stages.rows import Row
+from qwen_ray.stages.rows import Kind, Row
 
-OPEN_ROWS = pa.schema(
-    [(name, pa.string()) for name in ("recipe", "kind", "video_id", "item_id", "body")]
-)
+OPEN_ROWS = pa.schema([(name, pa.string()) for name in ("recipe", "kind", "video_id", "item_id", "body")])
 
 
 @dataclass(slots=True)
@@ -34,10 +32,13 @@ class _Open:
     def is_complete(self) -> bool:
         return self.summary is not None and not self.missing()
 
-    def missing(self) -> list[tuple[str, str, int, float, float]]:
+    def missing(self) -> list[tuple[Kind, str, int, float, float]]:
         """(kind, id, position, start, end) of what the summary lists and has not come."""
         assert self.summary is not None
-        spans = {"clip": self.summary.body["clips"], "speech": self.summary.body["chunks"]}
+        spans: dict[Kind, list[tuple[str, float, float]]] = {
+            "clip": self.summary.body["clips"],
+            "speech": self.summary.body["chunks"],
+        }
         return [
             (kind, item_id, position, start_s, end_s)
             for kind, listed in spans.items()
@@ -157,17 +158,16 @@ def _lost_rows(video: _Open) -> Iterator[Row]:
     video_id = video.todo.source.video_id
     if video.summary is None:
         error = ("lost", "no row came back for this input in two passes")
-        body = {"info": None, "clips": [], "chunks": [], "error": error, "audio_error": None, "damaged": False}
-        yield Row("video", video_id, video_id, body)
+        nothing = {"info": None, "clips": [], "chunks": [], "audio_error": None, "damaged": False}
+        yield Row("video", video_id, video_id, nothing | {"error": error})
         return
     for kind, item_id, position, start_s, end_s in video.missing():
         body = {
+            "clip_index": position,
             "start_s": start_s,
             "end_s": end_s,
             "status": "failed",
             "error_type": "lost",
             "error_message": f"this {kind} was planned and did not come back in two passes",
         }
-        yield Row("clip", video_id, item_id, body | {"clip_index": position}) if kind == "clip" else Row(
-            "speech", video_id, item_id, body
-        )
+        yield Row(kind, video_id, item_id, body)

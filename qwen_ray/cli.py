@@ -21,9 +21,12 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 out, err = Console(), Console(stderr=True)
 
 Input = Annotated[
-    str, typer.Argument(help="File, folder, glob, s3:// prefix, or a CSV, JSONL or Parquet manifest with a uri column.")
+    str,
+    typer.Argument(
+        metavar="INPUT", help="File, folder, glob, s3:// prefix, or a CSV, JSONL or Parquet manifest with a uri column."
+    ),
 ]
-Output = Annotated[str, typer.Argument(help="Folder or s3:// prefix of the tables.")]
+Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder or s3:// prefix of the tables.")]
 PresetOption = Annotated[str, typer.Option("--preset", help="Named configuration to start from, such as tiny.")]
 ConfigOption = Annotated[str, typer.Option("--config", help="YAML or JSON file laid over the preset.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="One value, path=value; may be repeated.")]
@@ -110,7 +113,7 @@ def verify(output: Output, endpoint_url: EndpointOption = "", as_json: JsonOptio
 
 @app.command()
 def probe(
-    file: Annotated[str, typer.Argument(help="A video file.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A video file.")],
     endpoint_url: EndpointOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -126,7 +129,7 @@ def probe(
 
 @app.command()
 def frames(
-    file: Annotated[str, typer.Argument(help="A video file.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A video file.")],
     start: Annotated[float, typer.Option(help="Start of the clip in seconds.")],
     end: Annotated[float, typer.Option(help="End of the clip in seconds.")],
     directory: Annotated[Path, typer.Option("--out", help="Folder for the PNG files and frames.json.")],
@@ -144,7 +147,7 @@ def frames(
 @app.command()
 def subtitles(
     output: Output,
-    directory: Annotated[Path, typer.Argument(help="Folder for the .srt files.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for the .srt files.")],
     endpoint_url: EndpointOption = "",
 ) -> None:
     """Write one .srt file per video of OUTPUT that has a sound track."""

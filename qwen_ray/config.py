@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 from qwen_ray.errors import ConfigError
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 def speed(default: T) -> T:
     """A field that changes only speed or placement, never the content of a row."""
-    return cast(T, field(default=default, metadata={"speed": True}))
+    return field(default=default, metadata={"speed": True})
 
 
 def _check(ok: bool, path: str, found: object, allowed: str) -> None:
@@ -55,10 +55,20 @@ class DecodeConfig:
     def __post_init__(self) -> None:
         _check(self.window_s > 0, "decode.window_s", self.window_s, "more than 0 seconds")
         _check(self.num_frames >= 2, "decode.num_frames", self.num_frames, "2 or more")
-        _check(self.size_multiple in (28, 32), "decode.size_multiple", self.size_multiple, "28 (Qwen2.5-VL) or 32 (Qwen3-VL)")
+        _check(
+            self.size_multiple in (28, 32),
+            "decode.size_multiple",
+            self.size_multiple,
+            "28 (Qwen2.5-VL) or 32 (Qwen3-VL)",
+        )
         smallest = self.size_multiple**2
         _check(smallest <= self.min_pixels, "decode.min_pixels", self.min_pixels, f"{smallest} or more")
-        _check(self.min_pixels <= self.max_pixels, "decode.max_pixels", self.max_pixels, f"min_pixels ({self.min_pixels}) or more")
+        _check(
+            self.min_pixels <= self.max_pixels,
+            "decode.max_pixels",
+            self.max_pixels,
+            f"min_pixels ({self.min_pixels}) or more",
+        )
         _check(self.deadline_s > 0, "decode.deadline_s", self.deadline_s, "more than 0 seconds")
         _check(self.num_cpus >= 0, "decode.num_cpus", self.num_cpus, "0 or more")
         _check(self.replicas >= 0, "decode.replicas", self.replicas, "0 (automatic) or more")
@@ -213,11 +223,15 @@ class JobConfig:
         _check(self.limit >= 0, "limit", self.limit, "0 (all) or more")
         _check(0 <= self.max_failed_fraction <= 1, "max_failed_fraction", self.max_failed_fraction, "0 to 1")
         _check(self.max_attempts >= 1, "max_attempts", self.max_attempts, "1 or more")
-        _check(self.caption is not None or self.speech is not None, "caption and speech", None, "at least one of the two")
+        _check(
+            self.caption is not None or self.speech is not None, "caption and speech", None, "at least one of the two"
+        )
 
 
 def tiny() -> JobConfig:
-    """The model of 6 million parameters that ships with the package, and Whisper tiny.en: runs anywhere, sees only shapes."""
+    """The model of 6 million parameters that ships with the package, and Whisper tiny.en: runs anywhere, sees only
+    shapes.
+    """
     return JobConfig(
         preset="tiny",
         decode=DecodeConfig(num_frames=8, min_pixels=4 * 28 * 28, max_pixels=13_000),
@@ -253,9 +267,14 @@ def from_dict(values: Mapping[str, Any]) -> JobConfig:
 
 
 def override(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
-    """A copy with nested `values` laid over it. Raises ConfigError naming the field, what was found, what is allowed."""
+    """A copy with nested `values` laid over it. Raises ConfigError naming the field, what was found, what is
+    allowed.
+    """
     merged = _merge(to_dict(config), values, JobConfig, "")
-    from pydantic import TypeAdapter, ValidationError  # 0.1 s to import: only where a configuration is made from outside
+    from pydantic import (
+        TypeAdapter,
+        ValidationError,
+    )  # 0.1 s to import: only where a configuration is made from outside
 
     try:
         return TypeAdapter(JobConfig).validate_python(merged)
@@ -306,12 +325,20 @@ def fingerprint(component: DecodeConfig | CaptionConfig | SpeechConfig, *more: s
 
 
 def _merge(base: dict[str, Any], values: Mapping[str, Any], cls: type, path: str) -> dict[str, Any]:
-    nested = {"decode": DecodeConfig, "caption": CaptionConfig, "speech": SpeechConfig, "storage": StorageConfig, "commit": CommitConfig}
+    nested = {
+        "decode": DecodeConfig,
+        "caption": CaptionConfig,
+        "speech": SpeechConfig,
+        "storage": StorageConfig,
+        "commit": CommitConfig,
+    }
     known = {f.name: f for f in dataclasses.fields(cls)}
     merged = dict(base)
     for key, value in values.items():
         if key not in known:
-            raise ConfigError(f"unknown configuration key {path}{key}{nearest(str(key), known)}; known: {', '.join(known)}")
+            raise ConfigError(
+                f"unknown configuration key {path}{key}{nearest(str(key), known)}; known: {', '.join(known)}"
+            )
         if cls is JobConfig and key in nested and isinstance(value, Mapping):
             start = base[key] if base[key] is not None else dataclasses.asdict(nested[key]())
             value = _merge(start, value, nested[key], f"{path}{key}.")

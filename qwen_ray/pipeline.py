@@ -1,8 +1,8 @@
 """The main path: planned inputs -> decode -> caption -> transcribe -> rows. Resources and pool sizes are decided here.
 
-The product on one screen: `build` is the whole pipeline. Rows of every kind pass through every stage; a stage acts on its
-own kind. The engine stages take one row per task and many tasks at once: a task that is run again can then neither repeat
-nor lose a row, finished rows leave at once, and the engine makes its own batches.
+The product on one screen: `build` is the whole pipeline. Rows of every kind pass through every stage; a stage acts on
+its own kind. The engine stages take one row per task and many tasks at once: a task that is run again can then
+neither repeat nor lose a row, finished rows leave at once, and the engine makes its own batches.
 """
 
 from __future__ import annotations
@@ -125,24 +125,25 @@ def _bytes_in_flight(config: JobConfig, pools: Pools) -> float:
 def plan_pools(config: JobConfig, cluster: Mapping[str, float]) -> Pools:
     """Actors for what `cluster` has (`ray.cluster_resources()`).
 
-    With GPUs, each holds as many pairs of engines as their shares allow; without, engines take about half of the cores.
-    Decoders get the cores that are left. Where even one actor of each kind asks for more cores than there are, all shares
-    shrink alike (Ray's cores are a budget, not a fence).
+    With GPUs, each holds as many pairs of engines as their shares allow; without, engines take about half of the
+    cores. Decoders get the cores that are left. Where even one actor of each kind asks for more cores than there are,
+    all shares shrink alike (Ray's cores are a budget, not a fence).
 
     Raises:
-        ConfigError: a fixed number of replicas, or one engine of each kind, does not fit. Ray would wait for half an hour.
+        ConfigError: a fixed number of replicas, or one engine of each kind, does not fit. Ray would wait for half an
+        hour.
     """
     num_cpus, num_gpus = cluster.get("CPU", 0.0), cluster.get("GPU", 0.0)
     if num_cpus <= 0:
         raise ConfigError("the cluster has no CPU cores: is any node up? (ray status)")
-    caption = _engine_pool(config.caption, "caption", config, num_cpus, num_gpus)
-    speech = _engine_pool(config.speech, "speech", config, num_cpus, num_gpus)
+    caption = _engine_pool(config.caption, config, num_cpus, num_gpus)
+    speech = _engine_pool(config.speech, config, num_cpus, num_gpus)
     _check_gpus(caption, speech, num_gpus)
     return _fit_cpus(config, caption, speech, num_cpus)
 
 
 def _engine_pool(
-    engine: CaptionConfig | SpeechConfig | None, name: str, config: JobConfig, num_cpus: float, num_gpus: float
+    engine: CaptionConfig | SpeechConfig | None, config: JobConfig, num_cpus: float, num_gpus: float
 ) -> Pool | None:
     if engine is None:
         return None

@@ -64,12 +64,11 @@ def clip_rows(rows: Sequence[Row], identity: Identity) -> list[dict[str, Any]]:
     ]
 
 
-def segment_rows(
-    video_id: str, chunks: Sequence[Row], duration_s: float, identity: Identity
-) -> list[dict[str, Any]]:
+def segment_rows(video_id: str, chunks: Sequence[Row], duration_s: float, identity: Identity) -> list[dict[str, Any]]:
     """Rows of `segments`, numbered in order of time, every time within [0, `duration_s`].
 
-    A chunk that could not be transcribed is one row with `status = failed`, so that no stretch of speech is silently absent.
+    A chunk that could not be transcribed is one row with `status = failed`, so that no stretch of speech is silently
+    absent.
     """
     rows: list[dict[str, Any]] = []
     seen: Counter[tuple[float, float]] = Counter()
@@ -215,7 +214,7 @@ def merge(old: dict[str, Any], new: dict[str, Any], *, keep_caption: bool, keep_
     """The `videos` row after one component was done again: the kept one's columns stay as they were."""
     kept = (CAPTION_COLUMNS if keep_caption else ()) + (SPEECH_COLUMNS if keep_speech else ())
     merged = new | {name: old[name] for name in kept}
-    merged["status"] = status_of(
-        merged["caption_status"], merged["speech_status"], damaged=new["status"] == "partial"
-    )
+    merged["status"] = status_of(merged["caption_status"], merged["speech_status"], damaged=new["status"] == "partial")
+    if merged["status"] != "ok" and merged["error_type"] is None:  # the trouble lies in the component that is kept
+        merged |= {name: old[name] for name in ("error_type", "error_message")}
     return merged

@@ -1,7 +1,7 @@
 """A run from start to end: list, plan, execute, commit, report.
 
-The loop is plan -> stream -> commit, repeated until nothing is left, so it does not matter in which order rows come, how
-often a piece is run again, or where the last run was killed.
+The loop is plan -> stream -> commit, repeated until nothing is left, so it does not matter in which order rows come,
+how often a piece is run again, or where the last run was killed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import socket
 import sys
 import threading
 import time
@@ -147,7 +148,9 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry_all: 
         folder.start(config)
         log.commit(list(mark_changes(storage, planned, datetime.now(UTC))))
         if planned.todo:
-            _Execution(recipe, identity, storage, log, report, folder, on_progress or (lambda _: None)).run(planned.todo)
+            _Execution(recipe, identity, storage, log, report, folder, on_progress or (lambda _: None)).run(
+                planned.todo
+            )
         log.save_open(None)
         report.elapsed_s = time.monotonic() - started
         folder.finish(report)
@@ -239,6 +242,7 @@ def _connect(address: str) -> None:
     import ray
     import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
 
+    _check_reachable(address)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
     # Ray's core prints a line per actor class about restarts, and one more about being told not to.
@@ -250,6 +254,17 @@ def _connect(address: str) -> None:
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+
+
+def _check_reachable(address: str) -> None:
+    """Look for a listener first: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # nothing, or a name such as "auto", which Ray looks up at once
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(f"--address {address}: no Ray cluster answers there ({error.strerror or error})") from None
 
 
 @contextmanager

@@ -96,9 +96,7 @@ CLIPS = _schema(
     ("run_id", _TEXT),
 )
 
-WORD = pa.struct(
-    [("word", _TEXT), ("start_s", _F64), ("end_s", _F64), ("probability", _F64), ("aligned", pa.bool_())]
-)
+WORD = pa.struct([("word", _TEXT), ("start_s", _F64), ("end_s", _F64), ("probability", _F64), ("aligned", pa.bool_())])
 
 SEGMENTS = _schema(
     ("segment_id", _TEXT),
@@ -138,7 +136,9 @@ def table_of(name: str, rows: list[dict[str, Any]]) -> pa.Table:
 
 
 def video_id_of(canonical_uri: str) -> str:
-    """blake2b-128 of the canonical URI, 32 hex digits: the same for the same input on every machine and in every run."""
+    """blake2b-128 of the canonical URI, 32 hex digits: the same for the same input on every machine and in every
+    run.
+    """
     return hashlib.blake2b(canonical_uri.encode(), digest_size=16).hexdigest()
 
 

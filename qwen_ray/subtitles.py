@@ -45,9 +45,7 @@ def _segments(storage: Storage) -> dict[str, list[dict[str, object]]]:
 def _subtitles(segments: list[dict[str, object]]) -> pysubs2.SSAFile:
     subtitles = pysubs2.SSAFile()
     for row in segments:
-        event = pysubs2.SSAEvent(
-            start=pysubs2.make_time(s=row["start_s"]), end=pysubs2.make_time(s=row["end_s"])
-        )
+        event = pysubs2.SSAEvent(start=pysubs2.make_time(s=row["start_s"]), end=pysubs2.make_time(s=row["end_s"]))
         event.plaintext = row["text"]
         subtitles.append(event)
     return subtitles

@@ -16,7 +16,9 @@ P the two ends of a path, X the coordinates (x, y).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -40,7 +42,7 @@ MOTIONS: dict[str, tuple[int, int]] = {
     "moves down": (0, 1),
     "stays still": (0, 0),
 }
-SIZES: dict[str, tuple[float, float]] = {"small": (0.066, 0.079), "large": (0.115, 0.130)}
+SIZES: dict[str, tuple[float, float]] = {"small": (0.076, 0.088), "large": (0.124, 0.138)}
 """Name -> smallest and largest radius, in shorter sides."""
 BACKGROUNDS: dict[str, tuple[int, int, int]] = {
     "gray": (128, 128, 128),
@@ -53,7 +55,7 @@ EXTENT = 1.2
 """Half of the square that every shape fits in, in radii (the triangle needs all of it)."""
 MARGIN = 0.02
 """Least gap between a figure and the frame's edge; between two figures it is half as much again. In shorter sides."""
-LEAST_RISE, MOST_RISE = 0.14, 0.60
+LEAST_RISE, MOST_RISE = 0.12, 0.60
 LEAST_SHIFT, MOST_SHIFT = 0.30, 0.90
 """Lengths of vertical and of horizontal paths, in shorter sides."""
 TWO_FIGURES = 2 / 3
@@ -145,7 +147,7 @@ def sample_scenes(count: int, generator: torch.Generator, held_out: bool, aspect
     colour_BN, shape_BN, motion_BN = _sample_triples(count, generator, held_out)
     count_B = 1 + (uniform(count) < TWO_FIGURES).long()
     size_BN = torch.randint(len(SIZES), (count, 2), generator=generator, device=device)
-    low, high = torch.tensor(list(SIZES.values()), device=device)[size_BN].unbind(-1)
+    low, high = _table("SIZES", device)[size_BN].unbind(-1)
     radius_BN = low + (high - low) * uniform(count, 2)
     present_BN = torch.arange(2, device=device) < count_B[:, None]
     path_BNPX = _lay_out(motion_BN, radius_BN, present_BN, *frame_extent(aspect), uniform)
@@ -156,20 +158,42 @@ def sample_scenes(count: int, generator: torch.Generator, held_out: bool, aspect
 def _sample_triples(count: int, generator: torch.Generator, held_out: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Colour, shape and motion indices [B, 2]; the two figures of a scene never share a colour."""
     device = generator.device
-    allowed = torch.tensor([float(is_held_out(*triple) == held_out) for triple in TRIPLES], device=device)
+    allowed = _table("HELD_OUT", device) == float(held_out)
     per_colour = len(SHAPES) * len(MOTIONS)
     colour_of = torch.arange(len(TRIPLES), device=device) // per_colour
-    first_B = torch.multinomial(allowed, count, replacement=True, generator=generator)
-    weights = allowed * (colour_of != colour_of[first_B][:, None])
-    second_B = torch.multinomial(weights, 1, generator=generator)[:, 0]
+    # The largest of independent uniform numbers is a fair choice, and unlike multinomial it never waits for the GPU.
+    first_B = (torch.rand(count, len(TRIPLES), generator=generator, device=device) * allowed).argmax(1)
+    allowed_BK = allowed & (colour_of != colour_of[first_B][:, None])
+    second_B = (torch.rand(count, len(TRIPLES), generator=generator, device=device) * allowed_BK).argmax(1)
     triple_BN = torch.stack([first_B, second_B], 1)
     return triple_BN // per_colour, triple_BN // len(MOTIONS) % len(SHAPES), triple_BN % len(MOTIONS)
 
 
-def _lay_out(motion_BN, radius_BN, present_BN, frame_width: float, frame_height: float, uniform) -> Tensor:  # type: ignore[no-untyped-def]
+@cache
+def _table(name: str, device: torch.device) -> Tensor:
+    """A table above as float32 rows, made once per device (a copy to a GPU waits for its queue)."""
+    if name == "HELD_OUT":
+        return torch.tensor([float(is_held_out(*triple)) for triple in TRIPLES], device=device)
+    tables: dict[str, dict[str, tuple[float, ...]]] = {
+        "COLOURS": {**COLOURS},
+        "BACKGROUNDS": {**BACKGROUNDS},
+        "MOTIONS": {**MOTIONS},
+        "SIZES": {**SIZES},
+    }
+    return torch.tensor([list(row) for row in tables[name].values()], device=device, dtype=torch.float32)
+
+
+def _lay_out(
+    motion_BN: Tensor,
+    radius_BN: Tensor,
+    present_BN: Tensor,
+    frame_width: float,
+    frame_height: float,
+    uniform: Callable[..., Tensor],
+) -> Tensor:
     """Random paths [B, N, P, X] that keep both figures inside the frame and in bands one above the other."""
     batch = motion_BN.shape[0]
-    direction_BNX = torch.tensor(list(MOTIONS.values()), device=radius_BN.device, dtype=torch.float32)[motion_BN]
+    direction_BNX = _table("MOTIONS", radius_BN.device)[motion_BN]
     upright_BN = (direction_BNX[..., 1] != 0) & present_BN
     sideways_BN = direction_BNX[..., 0] != 0
     extent_BN = EXTENT * radius_BN
@@ -253,31 +277,47 @@ def paint(batch: SceneBatch, time_BT: Tensor, height: int, width: int, aspect: f
         aspect: true width / height; differs from width / height when the picture has been squashed.
         softness_B: width of an edge in pixels; 1 is a plain antialiased edge.
     """
+    background_BC, colour_BNC = palette(batch)
+    frames = background_BC[:, None, :, None, None]
+    for slot, outside in enumerate(outlines(batch, time_BT, height, width, aspect)):
+        cover = (0.5 - outside / softness_B[:, None, None, None]).clamp(0, 1).unsqueeze(2)
+        frames = frames + cover * (colour_BNC[:, slot, None, :, None, None] - frames)
+    return frames
+
+
+def palette(batch: SceneBatch) -> tuple[Tensor, Tensor]:
+    """RGB of the backgrounds [B, C] and of the figures [B, N, C], float32 in 0..255."""
+    device = batch.radius_BN.device
+    return _table("BACKGROUNDS", device)[batch.background_B], _table("COLOURS", device)[batch.colour_BN]
+
+
+def centres(batch: SceneBatch, time_BT: Tensor) -> Tensor:
+    """Where the figures are at each time [B, N, T, X]."""
+    start, end = batch.path_BNPX.unbind(2)
+    return start[:, :, None] + (end - start)[:, :, None] * time_BT[:, None, :, None]
+
+
+def outlines(batch: SceneBatch, time_BT: Tensor, height: int, width: int, aspect: float) -> Iterator[Tensor]:
+    """For each slot the distance [B, T, H, W] of each pixel to the figure's outline, in pixels, negative inside."""
     device = batch.radius_BN.device
     frame_width, frame_height = frame_extent(aspect)
     x_W = ((torch.arange(width, device=device) + 0.5) / width - 0.5) * frame_width
     y_H = ((torch.arange(height, device=device) + 0.5) / height - 0.5) * frame_height
     pixel = math.sqrt(frame_width / width * frame_height / height)
-    background_BC = torch.tensor(list(BACKGROUNDS.values()), device=device, dtype=torch.float32)[batch.background_B]
-    colour_BNC = torch.tensor(list(COLOURS.values()), device=device, dtype=torch.float32)[batch.colour_BN]
-    frames = background_BC[:, None, :, None, None]
+    centre_BNTX = centres(batch, time_BT)
     for slot in range(2):
-        start_BX, end_BX = batch.path_BNPX[:, slot].unbind(1)
-        centre_BTX = start_BX[:, None] + (end_BX - start_BX)[:, None] * time_BT[..., None]
-        dx_BTHW = x_W - centre_BTX[..., 0, None, None]
-        dy_BTHW = (y_H[:, None] - centre_BTX[..., 1, None, None]).expand(-1, -1, -1, width)
-        radius = batch.radius_BN[:, slot, None, None, None]
-        outside = _distance(dx_BTHW, dy_BTHW, radius, batch.shape_BN[:, slot, None, None, None])
-        cover = (0.5 - outside / (pixel * softness_B[:, None, None, None])).clamp(0, 1)
-        cover = (cover * (batch.count_B > slot)[:, None, None, None]).unsqueeze(2)
-        frames = frames + cover * (colour_BNC[:, slot, None, :, None, None] - frames)
-    return frames
+        dx = x_W - centre_BNTX[:, slot, :, 0, None, None]
+        dy = y_H[:, None] - centre_BNTX[:, slot, :, 1, None, None]
+        shape = batch.shape_BN[:, slot, None, None, None]
+        outside = _distance(dx, dy, batch.radius_BN[:, slot, None, None, None], shape) / pixel
+        # An empty slot is infinitely far away.
+        yield outside + torch.where(batch.count_B > slot, 0.0, 1e6)[:, None, None, None]
 
 
 def _distance(dx: Tensor, dy: Tensor, radius: Tensor, shape: Tensor) -> Tensor:
     """Distance to the outline, negative inside, in shorter sides. The three shapes have similar areas."""
     circle = (dx * dx + dy * dy).sqrt() - radius
-    square = torch.maximum(dx.abs(), dy.abs()) - 0.9 * radius
+    square = torch.maximum(dx.abs(), dy.abs()) - 0.95 * radius
     # Apex (0, -1.2), base from (-1.2, 1) to (1.2, 1), in radii: the triangle points up.
     slant = (dx.abs() * 2.2 - (dy + 1.2 * radius) * 1.2) / math.hypot(2.2, 1.2)
     triangle = torch.maximum(dy - radius, slant)

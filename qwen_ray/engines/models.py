@@ -84,7 +84,9 @@ def hub_revision(name: str, revision: str) -> str:
         if isinstance(cached, str):
             return Path(cached).parent.name
         why = type(error).__name__
-        raise ConfigError(f"model {name!r}: the hub cannot be reached ({why}) and the cache has no copy of it") from None
+        raise ConfigError(
+            f"model {name!r}: the hub cannot be reached ({why}) and the cache has no copy of it"
+        ) from None
 
 
 def _builtin_folder(name: str) -> Path:

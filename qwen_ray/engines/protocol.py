@@ -1,7 +1,7 @@
 """What a caption engine and a speech engine are to the rest of the product: three values each and one call.
 
-A stage only knows these protocols, so an engine can be replaced by configuration. Engines are thread-safe: a stage calls
-from many threads, and the engine makes its own batches of what is waiting.
+A stage only knows these protocols, so an engine can be replaced by configuration. Engines are thread-safe: a stage
+calls from many threads, and the engine makes its own batches of what is waiting.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class CaptionEngine(Protocol):
     precision: str
 
     def submit(self, request: CaptionRequest) -> Future[Caption]:
-        """Queue one request. The future raises ResourceError (it does not fit) or EngineError (the model failed on it)."""
+        """Queue one request. The future raises ResourceError (it does not fit) or EngineError (the model failed on
+        it).
+        """
 
     def close(self) -> None:
         """Stop the engine's threads and free its memory. Requests still waiting are cancelled."""

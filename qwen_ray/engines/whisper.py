@@ -79,7 +79,9 @@ def _segment(found: Any, language: str) -> Segment:
 
 
 def _words(found: Iterable[Any]) -> tuple[Word, ...]:
-    """Whole words: faster-whisper splits at hyphens, and a piece that begins without a space goes on from the last one."""
+    """Whole words: faster-whisper splits at hyphens, and a piece that begins without a space goes on from the last
+    one.
+    """
     words: list[Word] = []
     for piece in found:
         if words and not piece.word.startswith(" "):

@@ -136,6 +136,9 @@ class CommitLog:
     def save_open(self, rows: bytes | None) -> None:
         """Save, instead of what was saved before, finished rows of unfinished videos; None saves nothing.
 
+        Unlike commits these rows are not fenced. A writer that was paused within this very call may leave old rows, or
+        delete newer ones, which costs work and no more: rows of another version or recipe must not be taken up anyway.
+
         Raises:
             LeaseLostError: another run has taken over, and its rows are not touched.
             TransientError: the store failed.
@@ -155,6 +158,7 @@ class CommitLog:
 
     def _write_open(self, rows: bytes) -> str:
         if self._open_etag is None:
+            self._lease.renew()  # creating succeeds whenever nothing is there: it does not show a takeover by itself
             return self._storage.write_new(OPEN, rows)
         return self._storage.write_if(OPEN, rows, self._open_etag)
 
@@ -240,9 +244,9 @@ def encode_record(changes: Sequence[PartChange]) -> bytes:
         "part": [change.part for change in changes],
         "table": [change.table for change in changes],
         "replaces": [list(change.replaces) for change in changes],
-        "rows": [_to_ipc(change.rows, "zstd") for change in changes],
+        "rows": [_to_ipc(change.rows) for change in changes],
     }
-    return _to_ipc(pa.table(columns, schema=_RECORD), None)
+    return _to_ipc(pa.table(columns, schema=_RECORD))
 
 
 def decode_record(data: bytes) -> list[PartChange]:
@@ -259,9 +263,9 @@ def decode_record(data: bytes) -> list[PartChange]:
         raise ConfigError(f"a commit record is not readable: {error}") from error
 
 
-def _to_ipc(rows: pa.Table, compression: str | None) -> bytes:
+def _to_ipc(rows: pa.Table) -> bytes:
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, rows.schema, options=pa.ipc.IpcWriteOptions(compression=compression)) as writer:
+    with pa.ipc.new_file(sink, rows.schema) as writer:
         writer.write_table(rows)
     data: bytes = sink.getvalue().to_pybytes()
     return data

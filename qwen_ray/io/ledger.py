@@ -174,7 +174,11 @@ def mark_changes(storage: Storage, plan: Plan, now: datetime.datetime) -> Iterat
 
 
 def _load_part(storage: Storage, part: str) -> pa.Table:
-    rows = _read_narrow(storage, part)
+    return _narrowed(_read_narrow(storage, part), part)
+
+
+def _narrowed(rows: pa.Table, part: str) -> pa.Table:
+    """Rows with a number instead of a text for values of which there are only a few kinds."""
     for name in _REPEATING:
         rows = rows.set_column(rows.schema.get_field_index(name), name, pc.dictionary_encode(rows[name]))
     return rows.append_column("part", pa.DictionaryArray.from_arrays(pa.array([0] * len(rows), pa.int32()), [part]))
@@ -227,7 +231,7 @@ def _verdicts(
         batch = rows.slice(start, _BATCH)
         known = _Known(ledger.rows.select(["version", "attempts", *_REPEATING]).take(batch), fingerprints)
         reasons = _reasons(versions, batch, known, known.may_retry(max_attempts, retry_all))
-        wants = (_wants(reasons, wanted, again) for wanted, again in known.components())
+        wants = (_wants(reasons, *component) for component in known.components())
         yield from map(_Verdict, reasons.to_pylist(), *(want.to_pylist() for want in wants))
 
 
@@ -246,10 +250,11 @@ def _reasons(versions: pa.Array, rows: pa.Array, known: _Known, retry: pa.Array)
     return pc.case_when(pa.StructArray.from_arrays(list(cases.values()), names=list(cases)), *cases, "done")
 
 
-def _wants(reasons: pa.Array, wanted: bool, again: pa.Array) -> pa.Array:
-    """Whether a component is to be made: all of a new or changed video, else what is stale or failed."""
+def _wants(reasons: pa.Array, wanted: bool, stale: pa.Array, again: pa.Array) -> pa.Array:
+    """Whether a component is to be made: all of a new or changed video, else what is stale, or has failed."""
     whole = pc.is_in(reasons, value_set=pa.array(["new", "changed"]))
-    return pc.and_(pc.or_(whole, again), pa.scalar(wanted))
+    retried = pc.and_(pc.equal(reasons, "retry"), again)
+    return pc.and_(pc.or_(whole, pc.or_(retried, stale)), pa.scalar(wanted))
 
 
 class _Known:
@@ -272,7 +277,7 @@ class _Known:
 
     def may_retry(self, max_attempts: int, everything: bool) -> pa.Array:
         """Whether something that is wanted has failed, and trying again is in order."""
-        (caption, caption_again), (speech, speech_again) = self.components()
+        (caption, _, caption_again), (speech, _, speech_again) = self.components()
         concerns_us = pc.or_(pc.and_(caption_again, pa.scalar(caption)), pc.and_(speech_again, pa.scalar(speech)))
         troubled = pc.and_(self._unfinished, concerns_us)
         if everything:
@@ -280,10 +285,13 @@ class _Known:
         left = pc.less(pc.fill_null(_flat(self._rows["attempts"]), 0), max_attempts)
         return pc.and_(troubled, pc.and_(left, pc.is_in(self.text("error_type"), value_set=_PASSING)))
 
-    def components(self) -> list[tuple[bool, pa.Array]]:
-        """For captions and for speech: whether the run makes it, and whether it is stale or has failed."""
+    def components(self) -> list[tuple[bool, pa.Array, pa.Array]]:
+        """For captions and for speech: whether the run makes it, whether it is stale, and whether that or failed."""
         wanted = self._fingerprints
-        return [(wanted.caption is not None, self._caption_again), (wanted.speech is not None, self._speech_again)]
+        return [
+            (wanted.caption is not None, self.caption_stale, self._caption_again),
+            (wanted.speech is not None, self.speech_stale, self._speech_again),
+        ]
 
     def _differs(self, name: str, wanted: str | None) -> pa.Array:
         """Whether what is recorded is not what is wanted; false where nothing is wanted."""

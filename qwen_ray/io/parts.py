@@ -10,6 +10,7 @@ from qwen_ray.errors import ConfigError
 from qwen_ray.io.objects import Storage
 from qwen_ray.schema import SCHEMA_VERSION, TABLES
 
+_COMPRESSION = "zstd"
 _ROW_GROUP = 16_384
 """Rows; at 2 KB each some 32 MB, of which a reader skips what its filter excludes."""
 
@@ -31,7 +32,7 @@ def encode_part(rows: pa.Table) -> bytes:
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    pq.write_table(rows, sink, compression="zstd", row_group_size=_ROW_GROUP)
+    pq.write_table(rows, sink, compression=_COMPRESSION, row_group_size=_ROW_GROUP)
     data: bytes = sink.getvalue().to_pybytes()
     return data
 

@@ -100,6 +100,8 @@ def stat(uri: str, config: StorageConfig) -> Entry | None:
     location = locate(uri)
     if location.is_local:
         return _local_entry(location.key)
+    if not location.key:  # a bucket is no object
+        return None
     from qwen_ray.io import s3
 
     try:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from qwen_ray.errors import InputError
 from qwen_ray.media.container import PacketReader, complaints, open_input
-from qwen_ray.media.index import RESTART_S, AudioTrack
+from qwen_ray.media.index import AudioTrack, is_break
 
 if TYPE_CHECKING:
     from av.audio.frame import AudioFrame
@@ -108,6 +108,7 @@ class _Line:
     def __init__(self, track: AudioTrack) -> None:
         self._tick_s = track.tick_s
         self._zero = track.first
+        self._jumpy = track.jumpy
         self._shift_s = Fraction(0)
         self._expected_s: Fraction | None = None
         self._resampler: AudioResampler | None = None
@@ -139,7 +140,7 @@ class _Line:
         if frame.pts is None:
             return self._expected_s or Fraction(0)
         time_s = (frame.pts - self._zero) * self._tick_s + self._shift_s
-        if self._expected_s is not None and self._expected_s - time_s > RESTART_S:
+        if self._expected_s is not None and is_break(time_s - self._expected_s, self._jumpy):
             self._shift_s += self._expected_s - time_s
             return self._expected_s
         return time_s

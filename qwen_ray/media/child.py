@@ -7,6 +7,7 @@ exception ends it with exit code 1 and a traceback, which the other side reports
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import resource
 import select
@@ -41,6 +42,7 @@ def main() -> None:
         except EOFError:
             return
         _answer(sock, request, beat)
+        gc.collect()  # PyAV's frame and its side data hold each other, which keeps a decoder's buffers: 10 MB a file
 
 
 def _answer(sock: socket.socket, request: DecodeRequest, beat: Callable[[], None]) -> None:

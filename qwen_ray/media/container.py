@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 NO_MEDIA = {"tty", "concat", "hls", "dash", "ffmetadata"}
 """Formats that turn any text into pictures, or that name other files: never what a caption job was given."""
 
+HARMLESS = ("mmco: unref short failure", "co located POCs unavailable")
+"""What the H.264 decoder logs as errors in sound streams, after a seek or where an encoder was sloppy."""
+
 READ_RETRIES = 16
 """Fruitless reads in a row after which the rest of a damaged file is given up."""
 
@@ -109,16 +112,13 @@ class PacketReader:
 
 @contextmanager
 def complaints() -> Iterator[list[str]]:
-    """Collect what FFmpeg logs as an error in this thread; outside, FFmpeg stays silent."""
+    """Collect what FFmpeg logs as an error in this thread; outside, FFmpeg stays silent. May be nested."""
     found: list[str] = []
+    level = av.logging.get_level()
     av.logging.set_level(av.logging.ERROR)
     try:
         with av.logging.Capture(True) as logs:
             yield found
         found += [message for _, _, message in logs if not message.startswith(HARMLESS)]
     finally:
-        av.logging.set_level(None)
-
-
-HARMLESS = ("mmco: unref short failure", "co located POCs unavailable")
-"""What the H.264 decoder logs as errors in sound streams, after a seek or where an encoder was sloppy."""
+        av.logging.set_level(level)

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from qwen_ray.errors import RowError
+from qwen_ray.config import DecodeConfig
+from qwen_ray.errors import ConfigError, InputError, RowError
 from qwen_ray.media.audio import AudioReader
 from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
+from qwen_ray.media.info import VideoInfo
 from qwen_ray.media.probe import Examined, examine
 from qwen_ray.media.sampling import frame_size, sample
 from qwen_ray.media.speech import speech_chunks
@@ -17,6 +19,43 @@ from qwen_ray.media.video import FrameReader, Taken
 from qwen_ray.media.windows import fixed_windows
 
 Window = tuple[float, float]
+
+
+def decode_clip(path: str, start_s: float, end_s: float, config: DecodeConfig) -> ClipFrames:
+    """The frames of one clip, just as a run takes them.
+
+    Raises:
+        ConfigError: The clip is empty or lies outside the picture's time.
+        InputError: The file is of no use, has no picture, or no frame of the clip can be decoded.
+    """
+    request = DecodeRequest(
+        path=path,
+        windows=((start_s, end_s),),
+        num_frames=config.num_frames,
+        min_pixels=config.min_pixels,
+        max_pixels=config.max_pixels,
+        size_multiple=config.size_multiple,
+        want_audio=False,
+    )
+    for event in decode_events(request):
+        match event:
+            case Opened():
+                _check_clip(event.info, start_s, end_s)
+            case ClipFrames():
+                return event
+            case ClipFailed():
+                raise InputError(event.error_type, event.message)
+    raise AssertionError("a picture was there, and neither frames nor a failure came")
+
+
+def _check_clip(info: VideoInfo, start_s: float, end_s: float) -> None:
+    if not info.has_video:
+        raise InputError("no_frames", "there is no picture in this file, only sound")
+    if not 0 <= start_s < end_s or start_s >= info.video_duration_s:
+        raise ConfigError(
+            f"clip {start_s:g} to {end_s:g} s: start must lie before end, and within the picture's "
+            f"0 to {info.video_duration_s:g} s"
+        )
 
 
 def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: None) -> Iterator[Event]:
@@ -33,13 +72,19 @@ def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: Non
         TransientError: `not_found` or `storage`.
     """
     examined = examine(request.path, beat)
-    windows = clip_windows(examined, request.window_s) if request.want_frames else []
+    windows = _windows(request, examined) if request.want_frames else []
     yield Opened(examined.info, windows)
     video_errors, damaged_frames = yield from _clips(request, examined, windows, beat)
     audio_errors, audio_error = yield from _speech(request, examined, beat)
-    errors = video_errors + audio_errors + examined.num_errors
-    damaged = bool(errors or damaged_frames or audio_error or examined.cut)
-    yield Done(video_errors + examined.num_errors, audio_errors, audio_error, damaged)
+    errors = video_errors + audio_errors + examined.index.num_errors
+    damaged = bool(errors or damaged_frames or audio_error or examined.index.cut)
+    yield Done(video_errors + examined.index.num_errors, audio_errors, audio_error, damaged)
+
+
+def _windows(request: DecodeRequest, examined: Examined) -> list[Window]:
+    if request.windows and examined.info.has_video:
+        return list(request.windows)
+    return clip_windows(examined, request.window_s)
 
 
 def clip_windows(examined: Examined, window_s: float) -> list[Window]:

@@ -22,6 +22,8 @@ class DecodeRequest:
     """A local file."""
     window_s: float = 12.0
     """Seconds of a clip."""
+    windows: tuple[tuple[float, float], ...] = ()
+    """(start_s, end_s) of the clips, in order, instead of windows of `window_s`."""
     num_frames: int = 16
     """Frames of a clip, evenly spaced in time."""
     min_pixels: int = 4 * 28 * 28

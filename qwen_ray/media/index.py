@@ -32,6 +32,15 @@ times go to and fro as reordered frames must: AVI, ASF and bare streams store no
 RESTART_S = 1.0
 """Decode times that fall back by more than this: the file was joined from two, and its clock starts again."""
 
+JUMP_S = 10.0
+"""In formats whose clocks may jump, decode times that leap ahead by more than this: likewise. FFmpeg's own bound."""
+
+JUMPY = {"mpegts", "mpeg"}
+"""These formats."""
+
+CUT = ("partial file", "File ended prematurely")
+"""What FFmpeg says of a file that is shorter than its own index."""
+
 MAX_FIRST_PACKETS = 1500
 """Packets to try before giving up on a first picture: more than the longest usual group of pictures."""
 
@@ -41,6 +50,7 @@ class Clock:
     """Ticks of one track, unrolled where the file's clock starts again."""
 
     tick_s: Fraction
+    jumpy: bool
     shift: int = 0
     last_dts: int | None = None
     end: int | None = None
@@ -50,14 +60,33 @@ class Clock:
         duration = packet.duration or 0
         dts = packet.dts if packet.dts is not None else packet.pts
         if dts is not None:
-            if self.last_dts is not None and (self.last_dts - dts) * self.tick_s > RESTART_S:
+            if self.last_dts is not None and is_break((dts - self.last_dts) * self.tick_s, self.jumpy):
                 begin = packet.pts if packet.pts is not None else dts
-                self.shift += max((self.end or 0) - begin - self.shift, 0)
+                self.shift = (self.end or 0) - begin
             self.last_dts = dts
         if packet.pts is not None or dts is not None:
             begin = packet.pts if packet.pts is not None else cast(int, dts)
             self.end = max(begin + self.shift + duration, self.end if self.end is not None else begin + self.shift)
         return self.shift
+
+
+def is_break(step_s: Fraction, jumpy: bool) -> bool:
+    """Whether a clock that moves on by `step_s` seconds from one packet to the next has been set anew."""
+    return step_s < -RESTART_S or (jumpy and step_s > JUMP_S)
+
+
+@dataclass(frozen=True, slots=True)
+class FirstPicture:
+    """What the first picture that decodes says of all; the frame itself is not kept (3 MB at 1080p)."""
+
+    pts: int | None
+    height: int
+    width: int
+    turn: Turn
+
+    @classmethod
+    def of(cls, frame: VideoFrame) -> FirstPicture:
+        return cls(frame.pts, frame.height, frame.width, Turn.of(frame))
 
 
 @dataclass(slots=True)
@@ -76,12 +105,8 @@ class VideoTrack:
     """Ordinals, among the packets, of the key frames."""
     end: int = 0
     """When the last frame ends."""
-    turn: Turn = field(default_factory=Turn)
-    first: VideoFrame | None = None
+    first: FirstPicture | None = None
     """The first picture that decodes."""
-    promised: int = 0
-    """Frames that the header claims; 0 where it claims nothing, or is known to guess."""
-    num_packets: int = 0
 
 
 @dataclass(slots=True)
@@ -95,6 +120,8 @@ class AudioTrack:
     """When the first sample that decodes is heard, in ticks."""
     end: int = 0
     """When the last packet ends, in ticks."""
+    jumpy: bool = False
+    """Whether its clock may jump."""
 
 
 @dataclass(slots=True)
@@ -104,35 +131,40 @@ class Index:
     video: VideoTrack | None
     audio: AudioTrack | None
     num_errors: int = 0
+    cut: bool = False
+    """Whether the file ends before its own index does."""
 
 
 def build(container: InputContainer, beat: Callable[[], None]) -> Index:
     """Read every packet of the selected tracks of a freshly opened file."""
     video, audio = choose(container, "video"), choose(container, "audio")
-    pictures = _VideoScan(cast("VideoStream", video), container.format.name) if video is not None else None
-    sounds = _AudioScan(cast("AudioStream", audio)) if audio is not None else None
+    formats = set(container.format.name.split(","))
+    pictures = _VideoScan(cast("VideoStream", video), formats) if video is not None else None
+    sounds = _AudioScan(cast("AudioStream", audio), formats) if audio is not None else None
     selected = [stream for stream in (video, audio) if stream is not None]
     if not selected:
         return Index(None, None)
     reader = PacketReader(container, *selected)
-    for packet in reader:
-        beat()
-        if pictures is not None and packet.stream_index == pictures.track.stream_index:
-            pictures.see(cast("Packet[VideoStream]", packet))
-        elif sounds is not None:
-            sounds.see(cast("Packet[AudioStream]", packet))
+    with complaints() as logged:
+        for packet in reader:
+            beat()
+            if pictures is not None and packet.stream_index == pictures.track.stream_index:
+                pictures.see(cast("Packet[VideoStream]", packet))
+            elif sounds is not None:
+                sounds.see(cast("Packet[AudioStream]", packet))
     return Index(
         pictures.finish() if pictures is not None else None,
         sounds.track if sounds is not None else None,
         reader.num_errors,
+        any(words in message for message in logged for words in CUT),
     )
 
 
 class _AudioScan:
-    def __init__(self, stream: AudioStream) -> None:
-        self.track = AudioTrack(stream.index, cast(Fraction, stream.time_base))
+    def __init__(self, stream: AudioStream, formats: set[str]) -> None:
+        self.track = AudioTrack(stream.index, cast(Fraction, stream.time_base), jumpy=bool(JUMPY & formats))
         self._context = stream.codec_context
-        self._clock = Clock(self.track.tick_s)
+        self._clock = Clock(self.track.tick_s, self.track.jumpy)
 
     def see(self, packet: Packet[AudioStream]) -> None:
         self.track.num_packets += 1
@@ -154,20 +186,18 @@ class _AudioScan:
 
 
 class _VideoScan:
-    def __init__(self, stream: VideoStream, container_format: str) -> None:
+    def __init__(self, stream: VideoStream, formats: set[str]) -> None:
         self.track = VideoTrack(stream.index, cast(Fraction, stream.time_base))
         self._stream = stream
         self._decoder = PictureDecoder(stream) if stream.codec_context is not None else None
-        self._clock = Clock(self.track.tick_s)
-        self._trusted = bool(INDEXED & set(container_format.split(",")))
+        self._clock = Clock(self.track.tick_s, bool(JUMPY & formats))
+        self._trusted = bool(INDEXED & formats)
         self._untimed = self._to_and_fro = False
         self._shown, self._durations = array("q"), array("q")
         self._seen_key = False
         self._guessed = 0
-        self.track.promised = stream.frames if container_format.startswith("mov,") else 0
 
     def see(self, packet: Packet[VideoStream]) -> None:
-        self.track.num_packets += 1
         self._seen_key = self._seen_key or packet.is_keyframe
         if not self._seen_key or _is_hidden(packet, self._stream):
             return
@@ -199,15 +229,13 @@ class _VideoScan:
         assert self._decoder is not None
         found = self._decoder.decode(packet)
         if found:
-            self.track.first = found[0].frame
-            self.track.turn = Turn.of(found[0].frame)
+            self.track.first = FirstPicture.of(found[0].frame)
 
     def finish(self) -> VideoTrack:
         track = self.track
         if track.first is None and self._decoder is not None:
             found = self._decoder.flush()
-            track.first = found[0].frame if found else None
-            track.turn = Turn.of(found[0].frame) if found else Turn()
+            track.first = FirstPicture.of(found[0].frame) if found else None
         track.by_count = self._must_count()
         order = sorted(range(len(self._shown)), key=self._shown.__getitem__)
         track.pts = [self._shown[i] for i in order]

@@ -76,7 +76,7 @@ class Decoder:
         finished = False
         try:
             sock = self._ready()
-            wire.send(sock, request)
+            self._ask(sock, request)
             while not finished:
                 event = self._next(sock, request)
                 finished = isinstance(event, Done)
@@ -125,6 +125,12 @@ class Decoder:
                 env=_environment(),
             )
         self._socket = ours
+
+    def _ask(self, sock: socket.socket, request: DecodeRequest) -> None:
+        try:
+            wire.send(sock, request)
+        except ConnectionError:
+            raise self._death(Path(request.path).name) from None
 
     def _next(self, sock: socket.socket, request: DecodeRequest) -> Event:
         """The next event; beats only push the deadline."""

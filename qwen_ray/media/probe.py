@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qwen_ray.errors import InputError
 from qwen_ray.media.container import is_cover, open_input
-from qwen_ray.media.index import AudioTrack, Index, VideoTrack, build
+from qwen_ray.media.index import AudioTrack, FirstPicture, Index, VideoTrack, build
 from qwen_ray.media.info import VideoInfo
+from qwen_ray.media.pictures import Turn
 
 if TYPE_CHECKING:
     from av.audio.stream import AudioStream
@@ -34,14 +35,8 @@ class Examined:
     path: str
     info: VideoInfo
     index: Index
-    zero_s: Fraction
-    """The axis's zero on the file's own clock."""
     frame_times_s: list[float]
     """When each displayed frame appears, on the axis."""
-    num_errors: int
-    """Reads that failed."""
-    cut: bool
-    """Whether the file holds fewer frames than its header promises."""
 
 
 def probe(path: str) -> VideoInfo:
@@ -67,10 +62,7 @@ def examine(path: str, beat: Callable[[], None] = lambda: None) -> Examined:
             raise InputError("no_streams", f"{Path(path).name}: its tracks hold no data")
         zero_s = _zero_s(index)
         video = index.video
-        times = [float(pts * video.tick_s - zero_s) for pts in video.pts] if video is not None else []
-        info = _info(container, index, zero_s)
-        cut = video is not None and video.num_packets < video.promised
-        return Examined(path, info, index, zero_s, times, index.num_errors, cut)
+        return Examined(path, _info(container, index, zero_s), index, _times_s(video) if video is not None else [])
 
 
 def _check_usable(container: InputContainer, index: Index, name: str) -> None:
@@ -79,6 +71,12 @@ def _check_usable(container: InputContainer, index: Index, name: str) -> None:
         raise InputError("no_streams", f"{name}: has neither a picture nor a sound track")
     if all(container.streams[track.stream_index].codec_context is None for track in tracks):
         raise InputError("unsupported_codec", f"{name}: there is no decoder for its tracks")
+
+
+def _times_s(video: VideoTrack) -> list[float]:
+    """Times from the first frame on; in whole numbers, since fractions would take seconds on a long film."""
+    numerator, denominator = video.tick_s.numerator, video.tick_s.denominator
+    return [(pts - video.pts[0]) * numerator / denominator for pts in video.pts]
 
 
 def _zero_s(index: Index) -> Fraction:
@@ -120,14 +118,14 @@ def _picture(container: InputContainer, video: VideoTrack | None, end_s: float) 
             "num_frames": 0,
         }  # fmt: skip
     stream = cast("VideoStream", container.streams[video.stream_index])
-    height, width = (video.first.height, video.first.width) if video.first is not None else _coded_size(stream)
-    height, width = video.turn.size(height, width)
-    sar = video.turn.aspect(_stored_aspect(stream))
+    first = video.first or FirstPicture(None, *_coded_size(stream), Turn())
+    height, width = first.turn.size(first.height, first.width)
+    sar = first.turn.aspect(_stored_aspect(stream))
     return {
         "width": width,
         "height": height,
-        "rotation_deg": video.turn.quarters * 90,
-        "flipped": video.turn.flip,
+        "rotation_deg": first.turn.quarters * 90,
+        "flipped": first.turn.flip,
         "sar": f"{sar.numerator}:{sar.denominator}",
         "codec": _codec(cast("Stream", stream)),
         "avg_fps": len(video.pts) / end_s if end_s > 0 else float(stream.average_rate or 0),

@@ -67,7 +67,9 @@ class FrameReader:
     ) -> None:
         """Prepare to take the frames of `plan` (frames by rank of display, per clip, ascending) at the given size."""
         assert examined.index.video is not None
+        assert examined.index.video.first is not None
         self._examined, self._track = examined, examined.index.video
+        self._turn = examined.index.video.first.turn
         self._plan = [list(ranks) for ranks in plan]
         self._painter = Painter(height, width)
         self._beat = beat
@@ -75,6 +77,7 @@ class FrameReader:
         self._past_errors = 0
         self._ready: dict[int, Picture] = {}
         self._walk = self._new_walk(0)
+        self._frames = self._walk.frames()
         self._position = -1
 
     @property
@@ -102,6 +105,7 @@ class FrameReader:
         self._past_errors += self._walk.num_errors
         self._walk.close()
         self._walk = self._new_walk(clip)
+        self._frames = self._walk.frames()
         self._position = -1
 
     def _new_walk(self, clip: int) -> _Walk:
@@ -113,13 +117,13 @@ class FrameReader:
         if not wanted:
             return
         while any(rank not in self._ready for rank in wanted) and self._position < wanted[-1] + LOOKAHEAD:
-            step = next(self._walk, None)
+            step = next(self._frames, None)
             if step is None:
                 return
             rank, decoded = step
             self._position = max(self._position, rank)
             if self._walk.is_wanted(rank) and rank not in self._ready:
-                picture = self._painter.paint(decoded.frame, self._track.turn)
+                picture = self._painter.paint(decoded.frame, self._turn)
                 self._ready[rank] = Picture(picture, decoded.suspect)
 
     def _hand_over(self, wanted: list[int]) -> Taken:
@@ -131,8 +135,12 @@ class FrameReader:
         return Taken(found, [p.picture_HWC for p in pictures], sum(p.suspect for p in pictures))
 
 
-class _Walk(Iterator[tuple[int, Decoded]]):
-    """Frames with their ranks, from the start of the file onwards, jumping ahead where that is allowed and pays."""
+class _Walk:
+    """Frames with their ranks, from the start of the file onwards, jumping ahead where that is allowed and pays.
+
+    It must not hold its own generator: the cycle would keep a decoder's buffers (30 MB at 1080p) until some later
+    garbage collection, which does not see them.
+    """
 
     def __init__(self, examined: Examined, ahead: list[int], shortcuts: bool, beat: Callable[[], None]) -> None:
         assert examined.index.video is not None
@@ -151,7 +159,6 @@ class _Walk(Iterator[tuple[int, Decoded]]):
         self._counted = 0
         self._read_errors = 0
         self._reader = self._open_reader()
-        self._frames = self._walk()
         self.took_shortcut = False
 
     @property
@@ -164,13 +171,11 @@ class _Walk(Iterator[tuple[int, Decoded]]):
     def close(self) -> None:
         self._container.close()
 
-    def __next__(self) -> tuple[int, Decoded]:
-        return next(self._frames)
-
     def _open_reader(self) -> PacketReader:
         return PacketReader(self._container, cast("Stream", self._stream))
 
-    def _walk(self) -> Iterator[tuple[int, Decoded]]:
+    def frames(self) -> Iterator[tuple[int, Decoded]]:
+        """(rank, frame) of all that comes out of the decoder; to be called once."""
         jumped = True
         while jumped:
             jumped = False

@@ -1,7 +1,8 @@
 """The decode stage: one input opened once becomes its clips, its chunks of speech, and one row that sums it up.
 
-The summary comes last and lists every id that belongs to the video, so whoever collects the rows knows when it has them
-all. Order and content depend on the input alone: Ray matches the rows of a retried task to the earlier ones by position.
+The summary comes last and lists every id that belongs to the video, so whoever collects the rows knows when it has
+them all. Order and content depend on the input alone: Ray matches the rows of a retried task to the earlier ones by
+position.
 """
 
 from __future__ import annotations

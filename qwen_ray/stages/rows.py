@@ -1,7 +1,8 @@
 """The one row type that flows through the pipeline.
 
-Every stage gets and gives rows of this schema, whatever their kind, so blocks never differ in type. Small facts travel as
-JSON in `body`, in the words of the output tables; pixels and samples travel as bytes that the stage which uses them drops.
+Every stage gets and gives rows of this schema, whatever their kind, so blocks never differ in type. Small facts
+travel as JSON in `body`, in the words of the output tables; pixels and samples travel as bytes that the stage which
+uses them drops.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class Row:
             [self.video_id],
             [self.item_id],
             [json.dumps(self.body)],
-            [None if frames is None else memoryview(np.ascontiguousarray(frames)).cast("B")],
+            [None if frames is None else np.ascontiguousarray(frames).data.cast("B")],
             [None if frames is None else list(frames.shape)],
-            [None if pcm is None else memoryview(np.ascontiguousarray(pcm)).cast("B")],
+            [None if pcm is None else np.ascontiguousarray(pcm).data.cast("B")],
         ]
         return pa.table([pa.array(v, f.type) for v, f in zip(columns, ROWS, strict=True)], schema=ROWS)
 

@@ -62,7 +62,10 @@ def _check_mixed(videos: list[dict], name_of: Callable[[str], str]) -> None:
         row = by_name[name]
         assert (row["status"], row["caption_status"], row["speech_status"], row["error_type"]) == expected, name
     assert by_name["bigbuckbunny.mp4"]["caption_status"] == "ok"
-    assert by_name["bigbuckbunny.mp4"]["speech_status"] in ("ok", "no_speech")  # its birds and its chuckle are not words
+    assert by_name["bigbuckbunny.mp4"]["speech_status"] in (
+        "ok",
+        "no_speech",
+    )  # its birds and its chuckle are not words
     assert by_name["sound only.m4a"]["caption_status"] == "no_video"
     assert by_name["sound only.m4a"]["status"] == "ok"
     assert "empty.mp4" in by_name["empty.mp4"]["error_message"]

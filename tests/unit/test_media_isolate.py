@@ -127,6 +127,17 @@ def test_memory_is_bounded_where_that_is_asked(film):
         assert caught.value.error_type == "decode_memory"
 
 
+def test_memory_stays_flat_over_many_files(decoder, tmp_path):
+    path = str(tmp_path / "large.mp4")
+    encode(path, 30, size=(1280, 720), video=["-c:v", "libx264", "-preset", "ultrafast"])
+    used_mb = []
+    for _ in range(16):
+        list(decoder.decode(DecodeRequest(path=path)))
+        pages = int(Path(f"/proc/{decoder.pid}/statm").read_text().split()[1])
+        used_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    assert max(used_mb[8:]) - max(used_mb[:8]) < 20  # a decoder that is not let go costs 12 MB a file
+
+
 def test_long_work_without_a_result_is_no_hang(decoder, tmp_path):
     path = str(tmp_path / "long.mp4")
     encode(path, 400, size=(1280, 720), video=["-c:v", "libx264", "-preset", "ultrafast", "-g", "10000"])

@@ -318,6 +318,23 @@ def test_files_joined_end_to_end_keep_their_order(media):
     assert not done.damaged
 
 
+def test_a_clock_that_leaps_ahead_does_not_make_hours_of_nothing(media, tmp_path):
+    for name, start_s in (("a.ts", 0), ("b.ts", 1000)):
+        ffmpeg("-i", media.path("h264_base.mp4"), "-c", "copy", "-output_ts_offset", start_s, tmp_path / name)
+    (tmp_path / "ab.ts").write_bytes((tmp_path / "a.ts").read_bytes() + (tmp_path / "b.ts").read_bytes())
+    opened, *clips, _ = decode(tmp_path / "ab.ts", window_s=8.0, num_frames=8)
+    assert opened.info.duration_s == pytest.approx(16.0, abs=0.1)
+    assert [numbers(clip) for clip in clips] == [[30 * k for k in range(8)]] * 2
+
+
+def test_a_matroska_file_that_was_cut_says_so(media, tmp_path):
+    data = Path(media.path("mkv.mkv")).read_bytes()
+    (tmp_path / "cut.mkv").write_bytes(data[: len(data) // 2])
+    *_, clip, done = decode(tmp_path / "cut.mkv")
+    assert numbers(clip) == [round(time_s * FPS) for time_s in clip.frame_times_s]
+    assert done.damaged
+
+
 # ------------------------------------------------------------------------------------------------- colour
 PATCHES = np.array(
     [[255, 0, 0], [0, 255, 0], [0, 0, 255], [255, 255, 255], [0, 0, 0], [128, 128, 128], [200, 120, 40], [30, 90, 160]],

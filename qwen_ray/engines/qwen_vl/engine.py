@@ -1,8 +1,8 @@
 """Any Qwen2.5-VL checkpoint through transformers' `generate()`, batched, on CPU and CUDA.
 
-One thread owns the model. Callers queue requests; the thread takes whatever waits, up to `batch_size`, and answers it in
-one call, so batches fill by themselves when many rows are in flight and a lone row does not wait. Prompts are padded on
-the left, which leaves every caption the same as if it had been asked alone.
+One thread owns the model. Callers queue requests; the thread takes whatever waits, up to `batch_size`, and answers it
+in one call, so batches fill by themselves when many rows are in flight and a lone row does not wait. Prompts are
+padded on the left, which leaves every caption the same as if it had been asked alone.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ class QwenVLEngine:
         for waiting, caption in zip(batch, captions, strict=True):
             waiting.answer.set_result(caption)
 
-    @torch.inference_mode()
     def _generate(self, batch: list[_Waiting]) -> list[Caption]:
         inputs = self._inputs(batch)
         config = self._config
@@ -139,7 +138,8 @@ class QwenVLEngine:
         if config.temperature > 0:
             keys = [waiting.request.clip_id for waiting in batch]
             processors.append(SeededSampling(keys, config.seed, config.temperature, config.top_p))
-        tokens_BL = self._model.generate(**inputs, generation_config=self._generation, logits_processor=processors)
+        with torch.inference_mode():
+            tokens_BL = self._model.generate(**inputs, generation_config=self._generation, logits_processor=processors)
         new_BL = tokens_BL[:, inputs["input_ids"].shape[1] :].tolist()
         return [self._caption(waiting, new) for waiting, new in zip(batch, new_BL, strict=True)]
 

@@ -1,8 +1,9 @@
 """From uint8 frames and a prompt to the tensors that Qwen2.5-VL takes, on the device where the model lives.
 
-Frames arrive already resized, so a clip crosses to the GPU as bytes, a quarter of its float form, and no image processor
-runs on the CPU. Normalising and cutting into patches repeat transformers' `Qwen2VLVideoProcessor` operation for operation
-(rescale folded into mean and std, pairs of frames, patches grouped by merge cell) in float32, so the result is the same bit for bit.
+Frames arrive already resized, so a clip crosses to the GPU as bytes, a quarter of its float form, and no image
+processor runs on the CPU. Normalising and cutting into patches repeat transformers' `Qwen2VLVideoProcessor` operation
+for operation (rescale folded into mean and std, pairs of frames, patches grouped by merge cell) in float32, so the
+result is the same bit for bit.
 
 Axes: T frames, H height, W width, C colour; N patches, D values of a patch; B prompts, L tokens.
 """
@@ -16,12 +17,16 @@ import torch
 
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""Channel statistics of OpenAI's CLIP, which every Qwen2-VL and Qwen2.5-VL checkpoint uses (`preprocessor_config.json`)."""
+"""Channel statistics of OpenAI's CLIP, which every Qwen2-VL and Qwen2.5-VL checkpoint uses
+(`preprocessor_config.json`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Patching:
-    """How a checkpoint cuts frames: sizes in pixels, patches and frames, and per-channel statistics of values in 0..1."""
+    """How a checkpoint cuts frames: sizes in pixels, patches and frames, and per-channel statistics of values in
+    0..1.
+    """
 
     patch: int = 14
     merge: int = 2

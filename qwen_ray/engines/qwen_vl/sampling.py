@@ -1,9 +1,9 @@
 """Sampling whose draw depends on the request alone.
 
-`generate(do_sample=True)` draws from one global stream, so a caption would change with the clips that happen to share its
-batch, and a row computed again after a crash would differ from the first. Adding Gumbel noise to log-probabilities and
-taking the maximum draws from exactly the same distribution (Gumbel-max trick; Maddison et al. 2014, arXiv 1411.0030), and
-the noise can be keyed by clip and position.
+`generate(do_sample=True)` draws from one global stream, so a caption would change with the clips that happen to share
+its batch, and a row computed again after a crash would differ from the first. Adding Gumbel noise to
+log-probabilities and taking the maximum draws from exactly the same distribution (Gumbel-max trick; Maddison et al.
+2014, arXiv 1411.0030), and the noise can be keyed by clip and position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # transformers shi
         self._streams = [torch.Generator().manual_seed(_stream_seed(seed, key)) for key in keys]
         self._temperature, self._top_p = temperature, top_p
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+    def __call__(self, _: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """scores_BV, logits over the vocabulary -> the same with the draw's winner on top."""
         logprobs_BV = torch.log_softmax(scores.float() / self._temperature, dim=-1)
         noise_BV = torch.stack([torch.rand(scores.shape[-1], generator=stream) for stream in self._streams])

@@ -1,0 +1,159 @@
+"""The caption engine on the embedded model: right captions, whatever shares a batch, and only from right frames."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+from qwen_ray.config import preset
+from qwen_ray.engines import build
+from qwen_ray.engines.models import resolve
+from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
+from qwen_ray.errors import ConfigError, EngineError, ResourceError
+from tests.scenes import filmed, request
+
+TINY = preset("tiny").caption
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory):
+    return filmed(tmp_path_factory.mktemp("scenes"), 50)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    engine = QwenVLEngine(TINY, build.resolve(TINY), cuda=False)
+    yield engine
+    engine.close()
+
+
+def _ask(engine, requests):
+    answers = [engine.submit(one) for one in requests]
+    return [answer.result() for answer in answers]
+
+
+def _right(engine, scenes, change=lambda frames_THWC: frames_THWC):
+    changed = [request(one.clip_id, change(one.frames_THWC), list(one.frame_times_s)) for one, _ in scenes]
+    return sum(got.text == truth for got, (_, truth) in zip(_ask(engine, changed), scenes, strict=True))
+
+
+def test_captions_of_unseen_combinations_are_exactly_right(engine, scenes):
+    assert _right(engine, scenes) >= 49
+
+
+def _is_directional(truth):
+    return any(word in truth for word in ("left", "right", "up", "down"))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("channels swapped", lambda frames_THWC: frames_THWC[..., ::-1]),
+        ("mirrored", lambda frames_THWC: frames_THWC[:, :, ::-1]),
+        ("upside down", lambda frames_THWC: frames_THWC[:, ::-1]),
+        ("reversed", lambda frames_THWC: frames_THWC[::-1]),
+        ("one moment all along", lambda frames_THWC: np.repeat(frames_THWC[:1], len(frames_THWC), axis=0)),
+    ],
+)
+def test_wrong_frames_give_wrong_captions(engine, scenes, name, change):
+    moving = [(one, truth) for one, truth in scenes if _is_directional(truth)]
+    assert _right(engine, moving) >= len(moving) - 1
+    assert _right(engine, moving, change) <= 0.6 * len(moving), name
+
+
+def test_reversed_frames_reverse_the_motion(engine, scenes):
+    opposite = {"left": "right", "right": "left", "up": "down", "down": "up"}
+    flipped = [
+        (
+            one,
+            " ".join(
+                opposite.get(word.strip("."), word.strip(".")) + "." * word.endswith(".") for word in truth.split()
+            ),
+        )
+        for one, truth in scenes
+    ]
+    assert _right(engine, flipped, lambda frames_THWC: frames_THWC[::-1]) >= 48
+
+
+def test_a_caption_does_not_depend_on_its_batch(engine, scenes):
+    requests = [one for one, _ in scenes[:24]]
+    alone = {one.clip_id: _ask(engine, [one])[0] for one in requests}
+    for seed in range(3):
+        mixed = random.Random(seed).sample(requests, len(requests))
+        assert [alone[one.clip_id] for one in mixed] == _ask(engine, mixed)
+
+
+def test_a_sampled_caption_does_not_depend_on_its_batch_either(scenes):
+    config = dataclasses.replace(TINY, temperature=1.5)
+    engine = QwenVLEngine(config, build.resolve(config), cuda=False)
+    requests = [one for one, _ in scenes[:12]]
+    together = _ask(engine, requests)
+    assert [_ask(engine, [one])[0] for one in requests] == together
+    other = QwenVLEngine(dataclasses.replace(config, seed=1), build.resolve(config), cuda=False)
+    assert _ask(other, requests) != together
+    engine.close()
+    other.close()
+
+
+def test_counts_and_reasons_of_ending(engine, scenes):
+    (one, truth), *_ = scenes
+    caption = _ask(engine, [one])[0]
+    assert caption.finish_reason == "stop"
+    assert caption.num_output_tokens >= len(truth.split())
+    t, h, w, _ = one.frames_THWC.shape
+    assert caption.num_prompt_tokens > t // 2 * (h // 28) * (w // 28)
+
+
+def test_a_caption_cut_short_says_so(scenes):
+    config = dataclasses.replace(TINY, max_new_tokens=3)
+    engine = QwenVLEngine(config, build.resolve(config), cuda=False)
+    caption = _ask(engine, [scenes[0][0]])[0]
+    assert (caption.finish_reason, caption.num_output_tokens) == ("length", 3)
+    assert scenes[0][1].startswith(caption.text)
+    engine.close()
+
+
+def test_a_request_that_is_too_long_is_refused_with_the_numbers(engine):
+    frames_THWC = np.zeros((256, 560, 560, 3), np.uint8)
+    with pytest.raises(ResourceError) as raised:
+        engine.submit(request("long", frames_THWC, [0.1 * k for k in range(256)])).result()
+    assert raised.value.error_type == "too_long"
+    assert str(128 * 20 * 20) in str(raised.value) or "51" in str(raised.value)
+
+
+def test_one_bad_request_fails_alone(engine, scenes):
+    bad = request("bad", np.zeros((8, 30, 30, 3), np.uint8), [float(k) for k in range(8)])  # no multiple of 28
+    good = [one for one, _ in scenes[:6]]
+    answers = [engine.submit(one) for one in [*good[:3], bad, *good[3:]]]
+    with pytest.raises(EngineError, match="8x30x30x3"):
+        answers.pop(3).result()
+    assert [answer.result().text for answer in answers] == [truth for _, truth in scenes[:6]]
+
+
+def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path):
+    for name, words in [
+        ("builtin:tiny-qwen", "did you mean 'tiny-qwen2.5-vl'"),
+        (str(tmp_path / "none"), "no such folder"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            build.resolve(dataclasses.replace(TINY, model=name))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="'llama'"):
+        build.resolve(dataclasses.replace(TINY, model=str(tmp_path)))
+
+
+def test_the_revision_of_a_folder_is_its_content(tmp_path):
+    original = resolve("builtin:tiny-qwen2.5-vl")
+    copy = tmp_path / "copy"
+    shutil.copytree(original.location, copy)
+    assert resolve(str(copy)).revision == original.revision
+    other = tmp_path / "other"
+    shutil.copytree(original.location, other)
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    assert resolve(str(other)).revision != original.revision
