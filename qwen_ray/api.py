@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -35,7 +36,12 @@ def configure(input: str, output: str, *, preset: str = "", config: str = "", se
     job = preset_named(preset) if preset else JobConfig()
     if config:
         job = override(job, load_file(config))
-    return dataclasses.replace(set_paths(job, list(set)), input=input, output=output)
+    return dataclasses.replace(set_paths(job, list(set)), input=_absolute(input), output=_absolute(output))
+
+
+def _absolute(path: str) -> str:
+    """Local paths from the root, so that the configuration of a run means the same from any folder."""
+    return path if not path or "://" in path else os.path.abspath(path)
 
 
 def plan(job: JobConfig) -> dict[str, Any]:

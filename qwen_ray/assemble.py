@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import pyarrow as pa
 
@@ -158,7 +159,7 @@ def _lost_rows(video: _Open) -> Iterator[Row]:
     video_id = video.todo.source.video_id
     if video.summary is None:
         error = ("lost", "no row came back for this input in two passes")
-        nothing = {"info": None, "clips": [], "chunks": [], "audio_error": None, "damaged": False}
+        nothing: dict[str, Any] = {"info": None, "clips": [], "chunks": [], "audio_error": None, "damaged": False}
         yield Row("video", video_id, video_id, nothing | {"error": error})
         return
     for kind, item_id, position, start_s, end_s in video.missing():

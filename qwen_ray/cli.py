@@ -218,7 +218,7 @@ def _execute(job: JobConfig, *, as_json: bool, retry_all: bool, leave: bool = Tr
     from qwen_ray.runner import run as execute
 
     try:
-        with screens.live_progress(err) as on_progress:
+        with screens.live_progress() as on_progress:
             report = execute(job, on_progress=on_progress, retry_all=retry_all)
     except KeyboardInterrupt:
         _fail("stopped; what was finished is committed, and the same command goes on from there", 130)

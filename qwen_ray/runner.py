@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -148,37 +149,38 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry_all: 
         folder.start(config)
         log.commit(list(mark_changes(storage, planned, datetime.now(UTC))))
         if planned.todo:
-            _Execution(recipe, identity, storage, log, report, folder, on_progress or (lambda _: None)).run(
-                planned.todo
-            )
+            output = _Output(storage, lease, log, folder)
+            _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
         log.save_open(None)
         report.elapsed_s = time.monotonic() - started
         folder.finish(report)
     return report
 
 
+@dataclass(frozen=True, slots=True)
+class _Output:
+    """Where a run writes."""
+
+    storage: Storage
+    lease: Lease
+    log: CommitLog
+    folder: RunFolder
+
+
 class _Execution:
     """The part of a run that needs a cluster."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        identity: Identity,
-        storage: Storage,
-        log: CommitLog,
-        report: RunReport,
-        folder: RunFolder,
-        on_progress: OnProgress,
+        self, recipe: Recipe, identity: Identity, output: _Output, report: RunReport, on_progress: OnProgress
     ) -> None:
-        self._recipe, self._identity = recipe, identity
-        self._log, self._report, self._folder = log, report, folder
-        self._committer = Committer(log, storage, recipe.config.commit, self._committed)
+        self._recipe, self._identity, self._output, self._report = recipe, identity, output, report
+        self._committer = Committer(output.log, output.storage, recipe.config.commit, self._committed)
         self._progress, self._on_progress = Progress(), on_progress
 
     def run(self, todos: list[Todo]) -> None:
         """Execute until every planned input is committed."""
         assembler = Assembler(todos, self._identity)
-        saved = self._log.load_open()
+        saved = self._output.log.load_open()
         self._report.num_recovered_rows = assembler.load(saved) if saved else 0
         self._progress.videos_planned = len(todos)
         self._phase("starting Ray")
@@ -211,6 +213,8 @@ class _Execution:
                 if assembler.add(row):
                     self._progress.phase = "running"
                     self._progress.count(row)
+            if self._output.lease.lost.is_set():
+                raise LeaseLostError(f"{self._recipe.config.output}: another run has taken over")
             self._committer.tick(assembler)
             self._on_progress(self._progress)
 
@@ -220,7 +224,7 @@ class _Execution:
 
     def _committed(self, finished: list[Finished]) -> None:
         self._report.count(finished)
-        self._folder.add(finished)
+        self._output.folder.add(finished)
 
 
 @contextmanager
@@ -243,6 +247,7 @@ def _connect(address: str) -> None:
     import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
 
     _check_reachable(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
     local: dict[str, Any] = {} if address else {"include_dashboard": False}
     # Ray's core prints a line per actor class about restarts, and one more about being told not to.
@@ -254,6 +259,8 @@ def _connect(address: str) -> None:
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
     logging.getLogger("ray.data").setLevel(logging.ERROR)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
 
 
 def _check_reachable(address: str) -> None:

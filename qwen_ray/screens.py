@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,8 +30,15 @@ LINE_EVERY_S = 30.0
 
 
 @contextmanager
-def live_progress(console: Console) -> Iterator[Callable[[Counts], None]]:
-    """A progress bar by kind of row, on a terminal; plain lines now and then elsewhere."""
+def live_progress() -> Iterator[Callable[[Counts], None]]:
+    """A progress bar by kind of row, on a terminal; plain lines now and then elsewhere. On standard error."""
+    # A handle of its own: Ray's start-up is kept from writing to the other.
+    with os.fdopen(os.dup(2), "w") as terminal, _progress_on(Console(file=terminal)) as show:
+        yield show
+
+
+@contextmanager
+def _progress_on(console: Console) -> Iterator[Callable[[Counts], None]]:
     if not console.is_terminal:
         yield _plain_lines(console)
         return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import posixpath
 import urllib.parse
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
-import pysubs2
+import srt
 
 from qwen_ray.io.storage import Storage
 from qwen_ray.tables import read_table
@@ -27,28 +29,27 @@ def write_subtitles(storage: Storage, directory: Path) -> list[Path]:
     for video, name in zip(spoken, names, strict=True):
         unique = name if names.count(name) == 1 else f"{name}.{video['video_id'][:8]}"
         path = directory / f"{unique}.srt"
-        _subtitles(by_video.get(video["video_id"], [])).save(str(path), format_="srt")
+        path.write_text(_subtitles(by_video.get(video["video_id"], [])), encoding="utf-8")
         paths.append(path)
     return sorted(paths)
 
 
-def _segments(storage: Storage) -> dict[str, list[dict[str, object]]]:
+def _segments(storage: Storage) -> dict[str, list[dict[str, Any]]]:
     columns = ["video_id", "segment_index", "start_s", "end_s", "text", "status"]
     table: pa.Table = read_table(storage, "segments", columns)
-    by_video: dict[str, list[dict[str, object]]] = {}
+    by_video: dict[str, list[dict[str, Any]]] = {}
     for row in table.sort_by([("video_id", "ascending"), ("segment_index", "ascending")]).to_pylist():
         if row["status"] == "ok":
             by_video.setdefault(row["video_id"], []).append(row)
     return by_video
 
 
-def _subtitles(segments: list[dict[str, object]]) -> pysubs2.SSAFile:
-    subtitles = pysubs2.SSAFile()
-    for row in segments:
-        event = pysubs2.SSAEvent(start=pysubs2.make_time(s=row["start_s"]), end=pysubs2.make_time(s=row["end_s"]))
-        event.plaintext = row["text"]
-        subtitles.append(event)
-    return subtitles
+def _subtitles(segments: list[dict[str, Any]]) -> str:
+    shown = [
+        srt.Subtitle(n, timedelta(seconds=row["start_s"]), timedelta(seconds=row["end_s"]), row["text"])
+        for n, row in enumerate(segments, 1)
+    ]
+    return str(srt.compose(shown, reindex=False))
 
 
 def _stem(uri: str) -> str:

@@ -1,7 +1,7 @@
 """The commit log: finished rows become visible all at once, whatever dies when.
 
-A commit is one object under `_commits/` that holds the new rows of all three tables and says which parts they go to. Once
-it is there the rows are safe; writing them into the parts (projecting) can be done again, by anyone, with the same
+A commit is one object under `_commits/` that holds the new rows of all three tables and says which parts they go to.
+Once it is there the rows are safe; writing them into the parts (projecting) can be done again, by anyone, with the same
 result. The alternative, a table format with its own snapshots, would put a catalogue between users and plain Parquet.
 
 Late writers. After reading a part and before replacing it, the writer looks whether its record is still there; a holder
@@ -55,7 +55,7 @@ class VideoRows:
     video: dict[str, Any] | None
 
 
-class _RecordGone(Exception):
+class _RecordGone(Exception):  # noqa: N818
     """Somebody else has projected and removed the record."""
 
 
@@ -76,8 +76,8 @@ class CommitLog:
     def commit(self, changes: Sequence[PartChange]) -> None:
         """Make changes durable, then visible. When this returns both has happened; with no changes it does nothing.
 
-        After a TransientError it is unknown whether the changes will be: the next `recover`, of any run, settles it. Until
-        then this log refuses further commits.
+        After a TransientError it is unknown whether the changes will be: the next `recover`, of any run, settles it.
+        Until then this log refuses further commits.
 
         Raises:
             LeaseLostError: another run has taken over; these changes are not, and will not be, committed by this one.
@@ -107,7 +107,7 @@ class CommitLog:
         self._broken = False
 
     def commit_videos(self, videos: Iterable[VideoRows]) -> None:
-        """Commit outcomes: new videos into the next new part, others into the parts that hold them. Raises as `commit`."""
+        """Commit outcomes: new videos into the next new part, others where they are. Raises as `commit` does."""
         self.commit(changes_of(videos, self.new_part))
 
     def recover(self) -> int:
@@ -124,7 +124,7 @@ class CommitLog:
         return len(keys)
 
     def load_open(self) -> bytes | None:
-        """Rows of videos that were not finished when the last holder stopped, as it saved them; None if there are none."""
+        """What the last holder saved of videos that it had not finished; None if there is nothing."""
         try:
             found = self._storage.read(OPEN)
         except NotFound:
@@ -181,7 +181,7 @@ class CommitLog:
             changes = decode_record(self._storage.read(key).data)
             self._project_all(key, _without_strays(self._storage, changes))
         except (NotFound, _RecordGone):
-            self._lease.renew()  # still ours: then its own writer was alive, has finished it, and stops at its next commit
+            self._lease.renew()  # still ours: then its own writer lived, has finished it, and stops at its next commit
             return
         self._storage.delete(key)
 
@@ -305,8 +305,8 @@ def _without(rows: pa.Table, video_ids: Iterable[str]) -> pa.Table:
 def _without_strays(storage: Storage, changes: list[PartChange]) -> list[PartChange]:
     """Leave out videos that another part holds by now.
 
-    Fences keep a late writer's record from arriving after a takeover; should one arrive all the same (a store that loses
-    a fence), whoever came after it has done those videos again, elsewhere, and theirs is the newer word.
+    Fences keep a late writer's record from arriving after a takeover; should one arrive all the same (a store that
+    loses a fence), whoever came after it has done those videos again, elsewhere, and theirs is the newer word.
     """
     wanted: dict[str, set[str]] = {}
     for change in changes:

@@ -1,8 +1,8 @@
 """Who may write: one object, `_runs/_lease.json`, that changes hands only by conditional writes.
 
 A lease alone cannot stop a writer that was paused (a suspended laptop, a node out of contact) and goes on after another
-has taken over. So a holder announces the number of its next commit record before writing it, and whoever takes over puts
-an empty object (the fence) under exactly that name: the late writer's create-only PUT is refused, and it stops.
+has taken over. So a holder announces the number of its next commit record before writing it, and whoever takes over
+puts an empty object (the fence) under exactly that name: the late writer's create-only PUT is refused, and it stops.
 The alternative, comparing clocks at each commit, leaves a gap between the look at the clock and the write.
 """
 
@@ -161,7 +161,7 @@ class Lease:
             except LeaseLostError:
                 return
             except (TransientError, ConfigError):
-                continue  # perhaps the next one gets through; the writer meets the same failure where it can be reported
+                continue  # the next one may get through; the writer meets the same failure where it can be reported
 
     def _renew(self, **changes: Any) -> None:
         with self._mutex:
@@ -221,7 +221,7 @@ def _check_free(storage: Storage, holder: Holder, ttl_s: float) -> None:
         raise Conflict(LEASE) from None
     if age_s <= ttl_s:
         raise LeaseHeldError(
-            f"output {storage.uri} is held by {holder.describe(age_s)}; it counts as dead after {ttl_s:.0f} s of silence"
+            f"output {storage.uri} is held by {holder.describe(age_s)}; it counts as dead after {ttl_s:.0f} s"
         )
 
 
@@ -254,7 +254,7 @@ def _machine() -> str:
     """Two containers may share host name and boot; their process ids are still each their own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return ""
 

@@ -1,8 +1,8 @@
 """Objects as files of a folder, on a local or shared POSIX file system.
 
-A write is a finished, synced temporary file under `<root>/_tmp/` that then takes its name in one step, so that nobody who
-globs the tables meets half a file or a stray one. Etags are content hashes: unlike inode and mtime they do not depend on
-clock ticks, inode reuse or NFS attribute caches, and what they cost is one pass over bytes that were read anyway.
+A write is a finished, synced temporary file under `<root>/_tmp/` that then takes its name in one step, so that nobody
+who globs the tables meets half a file or a stray one. Etags are content hashes: unlike inode and mtime they do not
+depend on clock ticks, inode reuse or NFS attribute caches, and cost one pass over bytes that were read anyway.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class LocalStorage:
 
     def write(self, key: str, data: bytes) -> str:
         with self._staged(key, data) as (temp, path), self._locked():
-            os.replace(temp, path)
+            temp.replace(path)
         return etag_of(data)
 
     def write_new(self, key: str, data: bytes) -> str:
@@ -74,7 +74,7 @@ class LocalStorage:
         with self._staged(key, data) as (temp, path), self._locked():
             if self.head(key) != etag:
                 raise Conflict(f"{path} has changed")
-            os.replace(temp, path)
+            temp.replace(path)
         return etag_of(data)
 
     def delete(self, key: str) -> None:
@@ -91,7 +91,7 @@ class LocalStorage:
             if not key.startswith(prefix) or (key.startswith(TEMP) and not prefix.startswith(TEMP)):
                 continue
             with suppress(FileNotFoundError):  # deleted since the folder was read
-                stat = os.stat(path)
+                stat = Path(path).stat()
                 yield Entry(key, stat.st_size, version_of(stat), stat.st_mtime)
 
     def age_s(self, key: str) -> float:
@@ -160,7 +160,7 @@ def walk(folder: str, depth: int = -1, skip: tuple[str, ...] = ()) -> Iterator[s
 def _walk(folder: str, depth: int, skip: tuple[str, ...], above: frozenset[tuple[int, int]]) -> Iterator[str]:
     with _os_errors(Path(folder)):
         try:
-            here = os.stat(folder)
+            here = os.stat(folder)  # noqa: PTH116  as text: millions of paths pass through here
             children = list(os.scandir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return
@@ -191,7 +191,7 @@ def _rename_new(temp: Path, path: Path) -> None:
     """For file systems without hard links (SMB, some FUSE): as safe as the lock under which it runs."""
     if path.exists():
         raise Conflict(f"{path} exists already")
-    os.replace(temp, path)
+    temp.replace(path)
 
 
 def _write_all(handle: int, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """What every store of objects can do: the few operations, values and failures that the rest of `io` is written against.
 
-Conditional writes are the only lock there is. A store that cannot refuse a write ("only if absent", "only if unchanged")
-cannot hold an output; `check_conditional` finds that out before any work is done.
+Conditional writes are the only lock there is. A store that cannot refuse a write ("only if absent", "only if
+unchanged") cannot hold an output; `check_conditional` finds that out before any work is done.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ TEMP = "_tmp/"
 """Prefix of what is not finished yet; nothing under it is ever read, and `sweep` clears it."""
 
 
-class NotFound(QwenRayError, LookupError):
+class NotFound(QwenRayError, LookupError):  # noqa: N818  an answer more than an error
     """There is no object under that key."""
 
 
-class Conflict(QwenRayError):
+class Conflict(QwenRayError):  # noqa: N818
     """A conditional write was refused: the object exists already, or is not the one that was read."""
 
 
-class Denied(ConfigError):
+class Denied(ConfigError):  # noqa: N818
     """The store knows us not, or does not let us. With some policies S3 says so of keys that do not exist."""
 
 

@@ -28,7 +28,7 @@ def list_parts(storage: Storage, table: str) -> list[str]:
 
 
 def encode_part(rows: pa.Table) -> bytes:
-    """Parquet bytes; equal rows give equal bytes, which is how a repeated projection sees that nothing is to be done."""
+    """Parquet bytes. Equal rows give equal bytes: so a repeated projection sees that there is nothing to do."""
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()

@@ -1,7 +1,7 @@
 """What there is to do: an input, in any of its forms, becomes a list of sources with stable ids and versions.
 
-In a folder, prefix or glob every file counts, whatever its extension, except (1) names that start with `.` or `_`, and all
-below such folders, and (2) known side-car extensions (`SIDECARS`: subtitles, texts, tables, pictures, unfinished
+In a folder, prefix or glob every file counts, whatever its extension, except (1) names that start with `.` or `_`, and
+all below such folders, and (2) known side-car extensions (`SIDECARS`: subtitles, texts, tables, pictures, unfinished
 downloads). Whether something is a video is for the demuxer to say; a list of media extensions would silently pass over
 the ones it lacks. A single file and the rows of a manifest are taken as they are named.
 """
@@ -24,7 +24,7 @@ from qwen_ray.schema import video_id_of
 SIDECARS = frozenset(
     ".ass .bmp .crdownload .csv .db .htm .html .idx .ini .jpeg .jpg .json .jsonl .lock .log .lrc .md .md5 .ndjson .nfo "
     ".parquet .part .pdf .png .py .sbv .sha1 .sha256 .srt .ssa .sub .svg .tif .tiff .tmp .toml .torrent .tsv .txt .vtt "
-    ".webp .xml .yaml .yml".split()
+    ".webp .xml .yaml .yml".split()  # noqa: SIM905  sixty quotation marks fewer
 )
 _HIDDEN = (".", "_")
 _WILD = re.compile(r"[*?[]")
@@ -87,7 +87,7 @@ def belongs(name: str) -> bool:
 
 def _list(text: str, uri: str, config: StorageConfig, limit: int) -> Listing:
     """Names that exist come before wildcards: a file may well be called `what?.mp4`."""
-    if not text.endswith("/") and not is_local_folder(uri, config) and (entry := stat(uri, config)) is not None:
+    if not text.endswith("/") and not _is_local_folder(uri, config) and (entry := stat(uri, config)) is not None:
         if _extension(uri) in manifest.READERS:
             return _list_manifest(uri, config, limit)
         return Listing([Source(video_id_of(uri), uri, entry.version, entry.size_bytes)], 0, None)
@@ -98,7 +98,7 @@ def _list(text: str, uri: str, config: StorageConfig, limit: int) -> Listing:
     raise ConfigError(f"input {text}: there is nothing there")
 
 
-def is_local_folder(uri: str, config: StorageConfig) -> bool:
+def _is_local_folder(uri: str, config: StorageConfig) -> bool:
     """S3 has no folders that could be mistaken for files."""
     return uri.startswith("file:") and is_folder(uri, config)
 
@@ -159,9 +159,8 @@ def _rows(uri: str, config: StorageConfig) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"manifest {uri}: there is nothing there") from None
     for number, row in enumerate(manifest.read_rows(uri, data), 1):
         if "uri" not in row:
-            raise ConfigError(
-                f"manifest {uri}: row {number} has no column 'uri'{nearest('uri', list(row))}; columns: {', '.join(row)}"
-            )
+            known = f"{nearest('uri', list(row))}; columns: {', '.join(row)}"
+            raise ConfigError(f"manifest {uri}: row {number} has no column 'uri'{known}")
         yield row
 
 

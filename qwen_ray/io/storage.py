@@ -1,7 +1,7 @@
 """URIs: the only file that knows their schemes. Everything else passes them on as text.
 
-Canonical URIs. Local: what `pathlib.Path.as_uri()` gives, `file:///a%20b.mp4`: absolute, without `.` and `..`, percent-encoded
-bytes. Encoding beat plain text because names on disk need not be valid UTF-8, while a Parquet string must be. S3:
+Canonical URIs. Local: what `pathlib.Path.as_uri()` gives, `file:///a%20b.mp4`: absolute, without `.` and `..`, bytes
+percent-encoded. Encoding beat plain text because names on disk need not be valid UTF-8, while a Parquet string must be. S3:
 `s3://bucket/key` with the key exactly as the store has it: there `%`, `..` and `//` are ordinary characters of a name.
 """
 
@@ -57,7 +57,7 @@ def locate(text: str) -> Location:
         raise ConfigError("an input or output is needed: a path, or s3://bucket/prefix")
     match = _SCHEME.match(text)
     if not match:
-        return Location("", os.path.abspath(os.path.expanduser(text) if text.startswith("~/") else text))
+        return Location("", _absolute(text))
     scheme, rest = match[1].lower(), match[2]
     if scheme == "file":
         return Location("", _path_of(rest, text))
@@ -77,7 +77,7 @@ def resolve(folder: str, text: str) -> str:
         return canonical_uri(text)
     base = locate(folder)
     if base.is_local:
-        return canonical_uri(os.path.join(base.key, text))
+        return canonical_uri(f"{base.key}/{text}")
     return Location(base.bucket, posixpath.normpath(posixpath.join(base.key, text)).lstrip("/")).uri
 
 
@@ -141,7 +141,7 @@ def is_folder(uri: str, config: StorageConfig) -> bool:
     """Whether anything lies under this folder or prefix; an empty local folder is one too."""
     location = locate(uri)
     if location.is_local:
-        return os.path.isdir(location.key)
+        return Path(location.key).is_dir()
     return next(list_folder(uri, config, -1, ()), None) is not None
 
 
@@ -172,9 +172,16 @@ def fetch(uri: str, version: str, config: StorageConfig) -> Iterator[Path]:
         yield Path(location.key)
         return
     with tempfile.TemporaryDirectory(prefix="qwen_ray-", ignore_cleanup_errors=True) as folder:
-        target = Path(folder) / f"video{Path(location.key).suffix[:16]}"
+        target = Path(folder) / _file_name(location.key)
         _download(location, version, config, target)
         yield target
+
+
+def _file_name(key: str) -> str:
+    """The object's own name, since messages name files by it; another where a disk would not take it."""
+    name = posixpath.basename(key)
+    usable = name not in ("", ".", "..") and len(os.fsencode(name)) <= 255 and "\0" not in name
+    return name if usable else f"video{Path(key).suffix[:16]}"
 
 
 def _download(location: Location, version: str, config: StorageConfig, target: Path) -> None:
@@ -209,7 +216,7 @@ def _raise_not_found(uri: str) -> NoReturn:
 
 def _local_entry(path: str) -> Entry | None:
     try:
-        found = os.stat(path)
+        found = os.stat(path)  # noqa: PTH116  as text: millions of paths pass through here
     except (FileNotFoundError, NotADirectoryError):
         return None
     except PermissionError as error:
@@ -226,6 +233,12 @@ def _list_disk(folder: str, depth: int, skip: tuple[str, ...]) -> Iterator[tuple
         yield _file_uri(path), Entry(name, found.size_bytes, found.version, found.modified_at)
 
 
+def _absolute(text: str) -> str:
+    """Without `.` and `..`, but with symbolic links as they are: an input is known by the name it was given."""
+    path = str(Path(text).expanduser()) if text.startswith("~/") else text
+    return os.path.abspath(path)  # noqa: PTH100  pathlib only removes `..` together with links
+
+
 def _file_uri(path: str) -> str:
     return f"file://{quote_from_bytes(os.fsencode(path))}"
 
@@ -234,7 +247,7 @@ def _path_of(rest: str, text: str) -> str:
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash:
         raise ConfigError(f"{text}: a file URI has three slashes, file:///folder/name")
-    return os.path.abspath(os.fsdecode(unquote_to_bytes(f"/{path}")))
+    return _absolute(os.fsdecode(unquote_to_bytes(f"/{path}")))
 
 
 def _bucket_and_key(rest: str, text: str) -> Location:

@@ -1,7 +1,7 @@
 """Whether an output keeps its promises. Reads part by part; nothing is changed and no lease is needed.
 
-Ids are compared by their first 64 bits, 8 bytes each, so that 100 million clips fit into 1 GiB; what seems to collide is
-compared in full in a second pass.
+Ids are compared as 64-bit keys, so that 100 million clips fit into 1 GiB; what seems to collide is compared in full in a
+second pass.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 
 from qwen_ray.errors import RETRYABLE, ConfigError
 from qwen_ray.io.commits import COMMITS
+from qwen_ray.io.ids import id_keys
 from qwen_ray.io.objects import NotFound, Storage
 from qwen_ray.io.parts import list_parts, read_part
 from qwen_ray.schema import CAPTION_STATUSES, SPEECH_STATUSES, STATUSES, TABLES
@@ -59,7 +60,7 @@ def verify(storage: Storage) -> list[Problem]:
             continue
         problems += _check_part(part, tables)
         for table, rows in tables.items():
-            keys[table].append(_short(rows[_IDS[table]]))
+            keys[table].append(id_keys(rows[_IDS[table]]))
     for table in TABLES:
         problems += _duplicates(storage, table, parts[table], keys[table])
     return problems
@@ -140,15 +141,6 @@ def _check_set(part: str, table: str, rows: pa.Table, column: str, allowed: Iter
         yield Problem("bad_status", f"{part}: table {table} has {column} {value!r}, which is none of its values")
 
 
-def _short(ids: pa.ChunkedArray) -> Any:
-    """The first 64 bits of each id, from its first 16 hex digits; other texts by their first 16 characters."""
-    letters = np.asarray(pc.utf8_slice_codeunits(pc.fill_null(ids, ""), 0, 16).to_pylist(), dtype="S16")
-    try:
-        return np.frombuffer(bytes.fromhex(b"".join(letters.tolist()).decode()), dtype=np.uint64)
-    except ValueError:
-        return np.array([hash(text) for text in letters.tolist()], dtype=np.int64).view(np.uint64)
-
-
 def _duplicates(storage: Storage, table: str, parts: list[str], keys: list[Any]) -> Iterator[Problem]:
     every = np.sort(np.concatenate(keys)) if keys else np.zeros(0, np.uint64)
     suspects = np.unique(every[1:][every[1:] == every[:-1]])
@@ -157,7 +149,7 @@ def _duplicates(storage: Storage, table: str, parts: list[str], keys: list[Any])
     found: Counter[str] = Counter()
     for part in parts:
         ids = _read(storage, table, part, [_IDS[table]])[_IDS[table]]
-        found.update(ids.filter(pa.array(np.isin(_short(ids), suspects))).to_pylist())
+        found.update(ids.filter(pa.array(np.isin(id_keys(ids), suspects))).to_pylist())
     for name, times in found.items():
         if times > 1:
             yield Problem("duplicate_id", f"table {table} has {times} rows with {_IDS[table]} {name}")

@@ -68,7 +68,7 @@ class ClipFrames:
     """Where the clip begins."""
     end_s: float
     """Where the clip ends."""
-    frames_THWC: npt.NDArray[np.uint8]  # noqa: N815 (axes)
+    frames_THWC: npt.NDArray[np.uint8]
     """uint8, contiguous; T is even, so that a model may take frames in pairs."""
     frame_times_s: list[float]
     """When each frame appears, T values; the first may be a little earlier than `start_s`, having stayed on screen."""

@@ -38,7 +38,7 @@ LOOKAHEAD = 16
 class Picture:
     """One frame, converted."""
 
-    picture_HWC: npt.NDArray[np.uint8]  # noqa: N815 (axes)
+    picture_HWC: npt.NDArray[np.uint8]
     suspect: bool
 
 
@@ -48,7 +48,7 @@ class Taken:
 
     ranks: list[int]
     """Which frames, in order of display."""
-    pictures_HWC: list[npt.NDArray[np.uint8]]  # noqa: N815 (axes)
+    pictures_HWC: list[npt.NDArray[np.uint8]]
     """Their pictures."""
     num_repaired: int
     """How many of them damaged data went into."""

@@ -96,7 +96,7 @@ def test_heartbeat_keeps_it_and_silence_loses_it(storage: Storage) -> None:
     assert second.epoch == 2
     assert _fences(storage) == [record_key(1, 7)]
     for act in (first.renew, lambda: first.advance(8)):
-        with pytest.raises(LeaseLostError, match="second|does not hold"):
+        with pytest.raises(LeaseLostError, match=r"second|does not hold"):
             act()
     assert first.lost.is_set()
     first.release()

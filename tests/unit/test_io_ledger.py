@@ -281,3 +281,12 @@ def test_the_ledger_is_lean() -> None:
     ledger = Ledger(module._gather([module._narrowed(rows, "part-00000001-00000001")]))
     assert ledger.rows.nbytes / len(ledger) < 214
     assert len(Ledger.load(OnePart())) == 0  # type: ignore[arg-type]
+
+
+def test_ids_with_the_same_key(storage: Storage) -> None:
+    """The first 64 bits of two ids agree: still each is found as itself, and a third is not found."""
+    ids = [f"{'0123456789abcdef'}{end:016x}" for end in range(3)]
+    ledger = fill(storage, [row(name, video_id=name) for name in [*ids[:2], "no hex", "f" * 32]])
+    assert ledger.find([ids[1], ids[0], ids[2], "f" * 32, "no hex", "0" * 32]).to_pylist() == [1, 0, None, 3, 2, None]
+    assert ledger.find(["f" * 32, "no hex", "other"]).to_pylist() == [3, 2, None]
+    assert ledger.find([]).to_pylist() == []

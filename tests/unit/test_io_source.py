@@ -205,13 +205,10 @@ def test_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_s3_pages_and_folder_markers(s3_server: S3Server) -> None:
-    from qwen_ray.io.s3 import client
-
     bucket = s3_server.new_bucket()
-    s3 = client(s3_server.config)
-    s3.put_object(Bucket=bucket, Key="v/", Body=b"")
+    s3_server.put(bucket, "v/", b"")
     for index in range(1050):
-        s3.put_object(Bucket=bucket, Key=f"v/{index:04d}.mp4", Body=b"x")
+        s3_server.put(bucket, f"v/{index:04d}.mp4", b"x")
     listing = list_sources(f"s3://{bucket}/v/", s3_server.config)
     assert [source.uri for source in listing.sources] == [f"s3://{bucket}/v/{i:04d}.mp4" for i in range(1050)]
     assert len(list_sources(f"s3://{bucket}", s3_server.config).sources) == 1050

@@ -1,4 +1,4 @@
-"""Both backends keep the same promises; conditional writes have exactly one winner; inputs are fetched as they were listed."""
+"""Both backends keep the same promises; conditional writes have one winner; inputs are fetched as they were listed."""
 
 from __future__ import annotations
 
