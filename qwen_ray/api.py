@@ -41,7 +41,7 @@ def configure(input: str, output: str, *, preset: str = "", config: str = "", se
 
 def _absolute(path: str) -> str:
     """Local paths from the root, so that the configuration of a run means the same from any folder."""
-    return path if not path or "://" in path else os.path.abspath(path)
+    return path if not path or "://" in path else os.path.abspath(path)  # noqa: PTH100  links stay as they were given
 
 
 def plan(job: JobConfig) -> dict[str, Any]:

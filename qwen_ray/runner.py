@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -29,7 +29,7 @@ from qwen_ray.committer import Committer
 from qwen_ray.config import JobConfig, fingerprint
 from qwen_ray.engines import build
 from qwen_ray.engines.models import Model
-from qwen_ray.errors import ConfigError, EngineError, LeaseLostError
+from qwen_ray.errors import ConfigError, EngineError, LeaseLostError, QwenRayError
 from qwen_ray.io.commits import CommitLog
 from qwen_ray.io.lease import Lease
 from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
@@ -115,6 +115,7 @@ def plan_run(recipe: Recipe, storage: Storage, *, retry_all: bool = False) -> Pl
         ledger,
         recipe.fingerprints,
         max_attempts=recipe.config.max_attempts,
+        retry_all=retry_all,
         root=recipe.listing.root,
     )
 
@@ -193,7 +194,8 @@ class _Execution:
         except LeaseLostError:
             raise  # the output belongs to another run: not one more write
         except BaseException:
-            self._committer.commit(assembler, everything=True)  # Ctrl-C and failures alike keep what is finished
+            with suppress(QwenRayError):  # Ctrl-C and failures alike keep what is finished; the first error is told
+                self._committer.commit(assembler, everything=True)
             raise
         self._phase("committing")
         self._committer.commit(assembler, everything=True)

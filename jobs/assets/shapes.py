@@ -331,9 +331,14 @@ def render(scene: Scene, times: float | list[float], height: int, width: int) ->
         ValueError: when a figure would leave a frame of this shape.
     """
     _check_fits(scene, width / height)
-    time_BT = torch.tensor([[times] if isinstance(times, int | float) else times], dtype=torch.float32)
-    frames_BTCHW = paint(batch_of([scene]), time_BT, height, width, width / height, torch.ones(1))
-    return frames_BTCHW[0].permute(0, 2, 3, 1).round().to(torch.uint8).contiguous()
+    batch = batch_of([scene])
+    time_T = torch.tensor([times] if isinstance(times, int | float) else times, dtype=torch.float32)
+    # A few frames at a time: the float32 planes of a whole clip would fill memory and cost more than the arithmetic.
+    parts = [
+        paint(batch, part[None], height, width, width / height, torch.ones(1))[0].round().to(torch.uint8)
+        for part in time_T.split(4)
+    ]
+    return torch.cat(parts).permute(0, 2, 3, 1).contiguous()
 
 
 def _check_fits(scene: Scene, aspect: float) -> None:

@@ -1,7 +1,7 @@
 """Train and export the embedded tiny Qwen2.5-VL, which captions the videos of shapes.py exactly.
 
-    python jobs/assets/train_tiny.py --out OUT [--minutes 9] [--resume OUT]     # on one CUDA GPU
-    python jobs/assets/train_tiny.py --out OUT --steps 20 --batch 8             # a smoke run, CPU is enough
+    python -m jobs.assets.train_tiny --out OUT [--minutes 9] [--resume OUT]     # on one CUDA GPU
+    python -m jobs.assets.train_tiny --out OUT --steps 20 --batch 8             # a smoke run, CPU is enough
 
 The export is an ordinary Qwen2.5-VL checkpoint folder of about 12 MB: same architecture, preprocessing, chat template
 and special tokens, only small. Training differs from plain fine-tuning in these ways:
@@ -30,12 +30,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import shapes
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+from jobs.assets import shapes
 
 PROMPT = "Describe the video."
 OTHER_PROMPTS = (
@@ -437,9 +438,7 @@ def _colours(batch: shapes.SceneBatch, strength: float) -> Tensor:
     return rgb @ mixed_BCC.transpose(1, 2)
 
 
-def draw(
-    batch: shapes.SceneBatch, grid: Grid, time_BT: Tensor, aspect: float, strength: float, shift: int
-) -> Tensor:
+def draw(batch: shapes.SceneBatch, grid: Grid, time_BT: Tensor, aspect: float, strength: float, shift: int) -> Tensor:
     """Frames [B, T, C, H, W] of scenes, whole numbers in 0..255, as they may come out of a lossy codec.
 
     Every scene draws its own blur, softer chroma, block quantisation, ghost of the frame before, noise, and errors of
@@ -478,7 +477,7 @@ def sample_times(count: int, num_frames: int, strength: float, device: torch.dev
 
 
 def patchify(frames: Tensor) -> Tensor:
-    """Normalised patches [B * T / 2, S, 1176] of frames [B, T, C, H, W] in 0..255, in the reference processor's order."""
+    """Normalised patches [B * T / 2, S, 1176] of frames [B, T, C, H, W] in 0..255, in the processor's order."""
     x = (frames - constant("MEAN", frames.device)) / constant("STD", frames.device)
     batch, count, channels, height, width = x.shape
     rows, columns = height // PATCH // MERGE, width // PATCH // MERGE
@@ -563,11 +562,9 @@ class Trainee:
     @property
     def text_width(self) -> int:
         """Features of a token."""
-        return self.model.config.text_config.hidden_size
+        return int(self.model.config.text_config.hidden_size)
 
-    def logits(
-        self, video: Tensor, before: list[int], after: list[int], answer_BL: Tensor, position: Tensor
-    ) -> Tensor:
+    def logits(self, video: Tensor, before: list[int], after: list[int], answer_BL: Tensor, position: Tensor) -> Tensor:
         """Next-token logits [B, L + 1, V] at the prompt's end and after each token of the answer."""
         batch, device = len(video), video.device
         lead, tail = (token_row(tuple(ids), device).expand(batch, -1) for ids in (before, after))
@@ -588,11 +585,11 @@ GUIDE = (1, len(shapes.SHAPES), len(shapes.COLOURS), len(shapes.SIZES), 2)
 
 
 class Step(NamedTuple):
-    """Labels [B, L], logits [B, L, V] and, when learning, the guiding loss."""
+    """Labels [B, L], logits [B, L, V] and the guiding loss (zero unless learning)."""
 
     labels: Tensor
     logits: Tensor
-    guide_loss: Tensor | None
+    guide_loss: Tensor
 
 
 class Session:
@@ -644,7 +641,8 @@ class Session:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             video = trainee.embed_video(frames, grid)
             logits = trainee.logits(video, before, after, answer_BL, position)
-        guide_loss = self.guide_loss(video, scenes, time_BT, grid, aspect) if learn else None
+        unused = torch.zeros((), device=self.device)
+        guide_loss = self.guide_loss(video, scenes, time_BT, grid, aspect) if learn else unused
         return Step(labels_BL, logits, guide_loss)
 
     def guide_loss(
@@ -667,10 +665,10 @@ class Session:
         alone_BT = (cell_BNT[:, 0] != cell_BNT[:, 1]) | ~present_BN[:, 1:]
         weight = (present_BN[:, :, None] & alone_BT[:, None]).float()
         read = self.guide(video.float())
-        there = torch.zeros(read.shape[:2], device=self.device)
-        there = there.scatter_reduce(1, cell_BNT.flatten(1), present_BN.float().repeat_interleave(len(patch), 1), "amax")
+        drawn = present_BN.float().repeat_interleave(len(patch), 1)
+        there = torch.zeros(read.shape[:2], device=self.device).scatter_reduce(1, cell_BNT.flatten(1), drawn, "amax")
         at = cell_BNT.flatten(1)[..., None].expand(-1, -1, read.shape[-1])
-        seen, shape, colour, size, offset = read.gather(1, at).unflatten(1, (2, -1)).split(GUIDE, -1)
+        _, shape, colour, size, offset = read.gather(1, at).unflatten(1, (2, -1)).split(GUIDE, -1)
         loss = F.smooth_l1_loss(offset, torch.stack([x - column, y - row], -1), reduction="none").mean(-1)
         for guess, truth in ((shape, scenes.shape_BN), (colour, scenes.colour_BN), (size, scenes.size_BN)):
             truth_BNT = truth[:, :, None].expand(weight.shape)
@@ -678,7 +676,7 @@ class Session:
         return (loss * weight).sum() / weight.sum() + F.binary_cross_entropy_with_logits(read[..., 0], there)
 
 
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def accuracy(session: Session, grid: Grid, num_frames: int, strength: float, scenes: int, batch: int) -> dict[str, Any]:
     """Share of exactly right captions of held-out scenes, and how often the first wrong word should have been what.
 

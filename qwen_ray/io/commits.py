@@ -11,8 +11,7 @@ either repeats what its record says while that record is current, or is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ import pyarrow as pa
 from qwen_ray.errors import ConfigError, LeaseLostError, TransientError
 from qwen_ray.io.lease import Lease, record_key
 from qwen_ray.io.objects import Conflict, NotFound, Storage
-from qwen_ray.io.parts import conform, decode_part, encode_part, list_parts, part_key, read_part
+from qwen_ray.io.parts import conform, decode_part, encode_part, in_parallel, list_parts, part_key, read_part
 from qwen_ray.schema import TABLES, table_of
 
 COMMITS = "_commits/"
@@ -188,7 +187,7 @@ class CommitLog:
     def _project_all(self, key: str, changes: Sequence[PartChange]) -> None:
         """Table after table, `videos` last; the parts of one table side by side."""
         for table in TABLES:
-            _each(
+            in_parallel(
                 lambda change: self._project(key, change), [c for c in changes if c.table == table], self._num_threads
             )
 
@@ -323,14 +322,7 @@ def _held_elsewhere(storage: Storage, wanted: dict[str, set[str]]) -> dict[str, 
     def look(part: str) -> tuple[str, set[str]]:
         return part, every.intersection(read_part(storage, "videos", part, ["video_id"])["video_id"].to_pylist())
 
-    for part, held in _each(look, list_parts(storage, "videos"), 16):
+    for part, held in in_parallel(look, list_parts(storage, "videos"), 16):
         for target in wanted.keys() - {part}:
             found[target] |= held & wanted[target]
     return found
-
-
-def _each(act: Callable[[Any], Any], items: Sequence[Any], num_threads: int) -> list[Any]:
-    if len(items) < 2 or num_threads < 2:
-        return [act(item) for item in items]
-    with ThreadPoolExecutor(min(num_threads, len(items))) as pool:
-        return list(pool.map(act, items))

@@ -1,4 +1,4 @@
-"""Ids as 64-bit numbers, for work on very many of them: 8 bytes each instead of the 50 to 100 of a text in a hash table."""
+"""Ids as 64-bit numbers, for work on very many of them: 8 bytes each, where a text in a hash table takes 100."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _HEX = frozenset(string.hexdigits)
 def id_keys(ids: pa.Array | pa.ChunkedArray) -> Any:
     """uint64 array: the first 16 hex digits of each id as a number; a hash of what is no such id.
 
-    Equal ids have equal keys. Unequal ones almost always have unequal keys, so whoever finds two equal compares the ids.
+    Equal ids have equal keys. Unequal ids may, very rarely: whoever finds two equal keys compares the ids.
     """
     batches = [_keys(_one(ids.slice(start, _BATCH))) for start in range(0, len(ids), _BATCH)]
     return np.concatenate(batches) if batches else np.zeros(0, np.uint64)

@@ -10,7 +10,6 @@ import datetime
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, cast
@@ -23,7 +22,7 @@ from qwen_ray.errors import RETRYABLE, TransientError
 from qwen_ray.io.commits import PartChange
 from qwen_ray.io.ids import id_keys
 from qwen_ray.io.objects import NotFound, Storage
-from qwen_ray.io.parts import list_parts, read_part
+from qwen_ray.io.parts import in_parallel, list_parts, read_part
 from qwen_ray.io.source import Source, belongs
 from qwen_ray.schema import VIDEOS, table_of
 
@@ -107,8 +106,8 @@ class Ledger:
             ConfigError: a part is not readable by this version.
             TransientError: the store failed.
         """
-        with ThreadPoolExecutor(_THREADS) as pool:
-            tables = list(pool.map(lambda part: _load_part(storage, part), list_parts(storage, "videos")))
+        names = list_parts(storage, "videos")
+        tables = in_parallel(lambda part: _load_part(storage, part), names, _THREADS)
         return cls(_gather(tables))
 
     def mark(self, row: int) -> Mark:
@@ -122,7 +121,7 @@ class Ledger:
         same = pc.equal(wanted, _flat(self.rows["video_id"]).take(rows))
         if pc.all(pc.fill_null(same, True)).as_py():
             return rows
-        return pc.index_in(wanted, value_set=_flat(self.rows["video_id"]))  # two ids share a key: look at all of each
+        return pc.index_in(wanted, value_set=_flat(self.rows["video_id"]))  # unequal ids with equal keys
 
     def _candidates(self, keys: Any) -> pa.Array:
         """Row with the same key, or null. 12 bytes a row for as long as it is looked for; a hash table takes 150."""
@@ -146,8 +145,8 @@ def plan(
     """Compare what is listed with what is there.
 
     A source is `new`; or `changed` (another version); or `retry` (failed or partial for a reason that may pass, in
-    fewer than `max_attempts` runs: what failed is made again); or stale, where a wanted component was made by another recipe:
-    only that one is made again. A changed recipe also tries again what had failed for good.
+    fewer than `max_attempts` runs: what failed is made again); or stale, where a wanted component was made by another
+    recipe: only that one is made again. A changed recipe also tries again what had failed for good.
 
     Args:
         root: prefix of URIs of which the sources are the complete listing; None marks nothing as vanished.
@@ -315,7 +314,10 @@ class _Known:
 
 
 def _flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    """One array; combining what is in one piece already would copy it."""
+    if not isinstance(column, pa.ChunkedArray):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
 
 
 def _todo(source: Source, verdict: _Verdict, part: str | None, attempts: int) -> Todo:

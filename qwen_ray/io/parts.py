@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import pyarrow as pa
 
 from qwen_ray.errors import ConfigError
 from qwen_ray.io.objects import Storage
 from qwen_ray.schema import SCHEMA_VERSION, TABLES
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 _COMPRESSION = "zstd"
 _ROW_GROUP = 16_384
@@ -78,3 +83,11 @@ def check_version(schema: pa.Schema, name: str) -> None:
     found = (schema.metadata or {}).get(b"qwen_ray.schema_version", b"").decode()
     if not found.isdigit() or int(found) > int(SCHEMA_VERSION):
         raise ConfigError(f"{name}: schema version {found or 'missing'}, this package reads up to {SCHEMA_VERSION}")
+
+
+def in_parallel(act: Callable[[T], R], items: Sequence[T], num_threads: int) -> list[R]:
+    """Results of `act` for each item, in their order; few items start few threads, and one starts none."""
+    if len(items) < 2 or num_threads < 2:
+        return [act(item) for item in items]
+    with ThreadPoolExecutor(min(num_threads, len(items))) as pool:
+        return list(pool.map(act, items))

@@ -161,7 +161,7 @@ class S3Storage:
 
 
 def list_bucket(s3: Any, bucket: str, prefix: str) -> Iterator[Entry]:
-    """All objects whose key starts with `prefix`, page by page. Raises ConfigError if the bucket is not there for us."""
+    """All objects whose key starts with `prefix`, page by page. Raises ConfigError: no such bucket, or no access."""
     with _boto_errors(f"s3://{bucket}/{prefix}"):
         for page in s3.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix):
             for item in page.get("Contents", ()):

@@ -21,11 +21,12 @@ from qwen_ray.io import manifest
 from qwen_ray.io.storage import Denied, NotFound, canonical_uri, is_folder, list_folder, read_uri, resolve, stat
 from qwen_ray.schema import video_id_of
 
-SIDECARS = frozenset(
-    ".ass .bmp .crdownload .csv .db .htm .html .idx .ini .jpeg .jpg .json .jsonl .lock .log .lrc .md .md5 .ndjson .nfo "
-    ".parquet .part .pdf .png .py .sbv .sha1 .sha256 .srt .ssa .sub .svg .tif .tiff .tmp .toml .torrent .tsv .txt .vtt "
-    ".webp .xml .yaml .yml".split()  # noqa: SIM905  sixty quotation marks fewer
-)
+_SIDECARS = """
+    .ass .bmp .crdownload .csv .db .htm .html .idx .ini .jpeg .jpg .json .jsonl .lock .log .lrc .md .md5 .ndjson .nfo
+    .parquet .part .pdf .png .py .sbv .sha1 .sha256 .srt .ssa .sub .svg .tif .tiff .tmp .toml .torrent .tsv .txt .vtt
+    .webp .xml .yaml .yml
+"""
+SIDECARS = frozenset(_SIDECARS.split())
 _HIDDEN = (".", "_")
 _WILD = re.compile(r"[*?[]")
 _THREADS = 32

@@ -1,8 +1,8 @@
 """URIs: the only file that knows their schemes. Everything else passes them on as text.
 
 Canonical URIs. Local: what `pathlib.Path.as_uri()` gives, `file:///a%20b.mp4`: absolute, without `.` and `..`, bytes
-percent-encoded. Encoding beat plain text because names on disk need not be valid UTF-8, while a Parquet string must be. S3:
-`s3://bucket/key` with the key exactly as the store has it: there `%`, `..` and `//` are ordinary characters of a name.
+percent-encoded. Encoding beat plain text because names on disk need not be valid UTF-8, while a Parquet string must be.
+S3: `s3://bucket/key` with the key exactly as the store has it: there `%`, `..` and `//` are ordinary parts of a name.
 """
 
 from __future__ import annotations

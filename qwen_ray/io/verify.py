@@ -1,7 +1,7 @@
 """Whether an output keeps its promises. Reads part by part; nothing is changed and no lease is needed.
 
-Ids are compared as 64-bit keys, so that 100 million clips fit into 1 GiB; what seems to collide is compared in full in a
-second pass.
+Ids are compared as 64-bit keys, so that 100 million clips fit into 1 GiB; what seems to collide is compared in full in
+a second pass.
 """
 
 from __future__ import annotations

@@ -55,11 +55,20 @@ def test_every_word_is_the_scripts(demo):
     segments = _by_video(demo[0], "segments")
     for name, truth in TRUTH.items():
         spoken = sorted(segments[name], key=lambda segment: segment["start_s"])
-        assert _words(" ".join(segment["text"] for segment in spoken)) == _words(truth["speech"]), name
+        assert _words(" ".join(segment["text"] for segment in spoken)) == _words(truth["script"]), name
         words = [word for segment in spoken for word in segment["words"]]
-        assert [w for word in words for w in _words(word["word"])] == _words(truth["speech"]), name
+        assert [w for word in words for w in _words(word["word"])] == _words(truth["script"]), name
         starts = [word["start_s"] for word in words]
         assert starts == sorted(starts)
+
+
+def test_every_sentence_is_where_it_was_spoken(demo):
+    segments = _by_video(demo[0], "segments")
+    for name, truth in TRUTH.items():
+        words = [word for segment in segments[name] for word in segment["words"]]
+        for sentence in truth["speech"]:
+            inside = [word for word in words if sentence["start_s"] - 0.5 <= word["start_s"] < sentence["end_s"] + 0.1]
+            assert [w for word in inside for w in _words(word["word"])] == _words(sentence["text"]), name
 
 
 def test_subtitles_say_the_same(demo):
@@ -67,7 +76,7 @@ def test_subtitles_say_the_same(demo):
     assert set(files) == {Path(name).stem for name in TRUTH}
     for name, truth in TRUTH.items():
         shown = srt.parse(files[Path(name).stem].read_text(encoding="utf-8"))
-        assert _words(" ".join(one.content for one in shown)) == _words(truth["speech"])
+        assert _words(" ".join(one.content for one in shown)) == _words(truth["script"])
 
 
 def test_what_a_person_sees_names_captions_and_files(demo):

@@ -23,6 +23,8 @@ from qwen_ray.schema import video_id_of
 ROOT = "file:///in/"
 NOW = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 BOTH = Fingerprints(decode="d", caption="c", speech="s")
+CAPTIONS = Fingerprints(decode="d", caption="c", speech=None)
+SPEECH = Fingerprints(decode="", caption=None, speech="s")
 
 
 def source(name: str, version: str = "v1") -> Source:
@@ -83,10 +85,11 @@ def test_nothing_known(storage: Storage) -> None:
     ("known", "version", "prints", "expected"),
     [
         ({}, "v2", BOTH, ("changed", True, True, False, False)),
-        ({}, "v2", Fingerprints(decode="d", caption="c", speech=None), ("changed", True, False, False, False)),
+        ({}, "v2", CAPTIONS, ("changed", True, False, False, False)),
         ({"caption_fingerprint": "old"}, "v1", BOTH, ("stale_caption", True, False, False, True)),
         ({"decode_fingerprint": "old"}, "v1", BOTH, ("stale_caption", True, False, False, True)),
-        ({"caption_fingerprint": None, "decode_fingerprint": None}, "v1", BOTH, ("stale_caption", True, False, False, True)),
+        ({"caption_fingerprint": None, "decode_fingerprint": None}, "v1", BOTH,
+         ("stale_caption", True, False, False, True)),
         ({"speech_fingerprint": "old"}, "v1", BOTH, ("stale_speech", False, True, True, False)),
         ({"speech_fingerprint": None}, "v1", BOTH, ("stale_speech", False, True, True, False)),
         ({"speech_fingerprint": "x", "decode_fingerprint": "x"}, "v1", BOTH, ("stale_both", True, True, False, False)),
@@ -96,7 +99,7 @@ def test_nothing_known(storage: Storage) -> None:
         ({"status": "partial", "caption_status": "partial", "error_type": "engine_crashed"}, "v1", BOTH,
          ("retry", True, False, False, True)),
         ({"status": "partial", "error_type": "decode_timeout"}, "v1", BOTH, ("retry", True, True, False, False)),
-        (FAILED | {"error_type": "storage"}, "v1", Fingerprints(decode="", caption=None, speech="s"),
+        (FAILED | {"error_type": "storage"}, "v1", SPEECH,
          ("retry", False, True, True, False)),
         (FAILED | {"error_type": "unreadable", "caption_fingerprint": "old"}, "v1", BOTH,
          ("stale_caption", True, False, False, True)),
@@ -117,10 +120,10 @@ def test_what_is_to_be_done(
         ({}, BOTH, "done"),
         ({"status": "partial", "error_type": "unreadable"}, BOTH, "done"),
         ({"caption_status": "no_video"}, BOTH, "done"),
-        ({"speech_fingerprint": "old"}, Fingerprints(decode="d", caption="c", speech=None), "done"),
-        ({"caption_fingerprint": "old", "decode_fingerprint": "old"}, Fingerprints(decode="", caption=None, speech="s"), "done"),
+        ({"speech_fingerprint": "old"}, CAPTIONS, "done"),
+        ({"caption_fingerprint": "old", "decode_fingerprint": "old"}, SPEECH, "done"),
         ({"status": "partial", "caption_status": "failed", "error_type": "engine_crashed"},
-         Fingerprints(decode="", caption=None, speech="s"), "done"),
+         SPEECH, "done"),
         (FAILED | {"error_type": "unreadable"}, BOTH, "failed"),
         (FAILED | {"error_type": "storage", "attempts": 3}, BOTH, "failed"),
         (FAILED | {"error_type": None}, BOTH, "failed"),
@@ -218,7 +221,7 @@ KNOWN = st.fixed_dictionaries(
 
 @given(
     known=st.lists(KNOWN, max_size=6),
-    prints=st.sampled_from([BOTH, Fingerprints(decode="d", caption="c", speech=None), Fingerprints(decode="", caption=None, speech="s")]),
+    prints=st.sampled_from([BOTH, CAPTIONS, SPEECH]),
     version=st.sampled_from(["v1", ""]),
 )  # fmt: skip
 def test_a_plan_accounts_for_every_source(known: list[dict[str, Any]], prints: Fingerprints, version: str) -> None:

@@ -152,7 +152,8 @@ def test_manifests(place: Place, kind: str) -> None:
 
 def test_manifest_values_become_plain_json(tmp_path: Path) -> None:
     row = {
-        "uri": "a.mp4", "when": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), "nan": float("nan"), "raw": b"\x00\xff",
+        "uri": "a.mp4", "when": datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC), "nan": float("nan"),
+        "raw": b"\x00\xff",
         "price": decimal.Decimal("1.50"), "deep": {"list": [{"x": True}, None]}, "none": None,
     }  # fmt: skip
     (tmp_path / "m.parquet").write_bytes(_manifest("parquet", [row]))

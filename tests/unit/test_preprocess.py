@@ -9,7 +9,7 @@ from qwen_ray.engines.qwen_vl.sampling import SeededSampling
 
 
 def _by_definition(frames_THWC, how):
-    """Patch by patch: time, cells of merge x merge patches by row, patches of a cell by row; inside channel, time, y, x."""
+    """Patch by patch: time, then cells by row, then the patches of a cell by row; inside: channel, time, y, x."""
     num_frames, height, width, _ = frames_THWC.shape
     mean, std = torch.tensor(how.mean) * 255, torch.tensor(how.std) * 255
     cell = how.patch * how.merge

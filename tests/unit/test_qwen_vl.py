@@ -88,7 +88,7 @@ def test_a_caption_does_not_depend_on_its_batch(engine, scenes):
 
 
 def test_a_sampled_caption_does_not_depend_on_its_batch_either(scenes):
-    config = dataclasses.replace(TINY, temperature=1.5)
+    config = dataclasses.replace(TINY, temperature=8.0)  # the model is sure of itself: at 1 every draw is the same
     engine = QwenVLEngine(config, build.resolve(config), cuda=False)
     requests = [one for one, _ in scenes[:12]]
     together = _ask(engine, requests)

@@ -24,6 +24,7 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
 from qwen_ray.config import CaptionConfig
 from qwen_ray.engines.models import Model
@@ -53,6 +54,7 @@ class QwenVLEngine:
         dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
         if not cuda:
             torch.set_num_threads(max(1, round(config.num_cpus)))
+        transformers_logging.disable_progress_bar()
         pinned: dict[str, Any] = {} if model.is_local else {"revision": model.revision}
         self._tokenizer = AutoTokenizer.from_pretrained(model.location, **pinned)
         network = Qwen2_5_VLForConditionalGeneration.from_pretrained(
