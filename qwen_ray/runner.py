@@ -7,24 +7,19 @@ how often a piece is run again, or where the last run was killed.
 from __future__ import annotations
 
 import dataclasses
-import logging
-import os
 import queue
 import secrets
-import signal
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 import pyarrow as pa
 
 from qwen_ray.assemble import Assembler
+from qwen_ray.cluster import connected
 from qwen_ray.committer import Committer
 from qwen_ray.config import JobConfig, fingerprint
 from qwen_ray.engines import build
@@ -186,7 +181,7 @@ class _Execution:
         self._progress.videos_planned = len(todos)
         self._phase("starting Ray")
         try:
-            with cluster(self._recipe.config) as resources:
+            with connected(self._recipe.config.address) as resources:
                 for _ in range(PASSES):
                     if assembler.unfinished():
                         self._one_pass(assembler, resources)
@@ -227,67 +222,6 @@ class _Execution:
     def _committed(self, finished: list[Finished]) -> None:
         self._report.count(finished)
         self._output.folder.add(finished)
-
-
-@contextmanager
-def cluster(config: JobConfig) -> Iterator[dict[str, float]]:
-    """A Ray cluster to run on, joined by address or started on this machine, and its resources."""
-    import ray
-
-    mine = not ray.is_initialized()
-    if mine:
-        _connect(config.address)
-    try:
-        yield dict(ray.cluster_resources())
-    finally:
-        if mine:
-            ray.shutdown()
-
-
-def _connect(address: str) -> None:
-    import ray
-    import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
-
-    _check_reachable(address)
-    on_sigterm = signal.getsignal(signal.SIGTERM)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
-    local: dict[str, Any] = {} if address else {"include_dashboard": False}
-    # Ray's core prints a line per actor class about restarts, and one more about being told not to.
-    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-    try:
-        with _stderr_closed():
-            # "local" starts a private cluster; without it Ray joins whatever cluster it finds on the machine
-            ray.init(address=address or "local", **quiet, **local)
-    except (ConnectionError, ValueError) as error:
-        raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
-
-
-def _check_reachable(address: str) -> None:
-    """Look for a listener first: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdigit():
-        return  # nothing, or a name such as "auto", which Ray looks up at once
-    try:
-        socket.create_connection((host, int(port)), timeout=10).close()
-    except OSError as error:
-        raise ConfigError(f"--address {address}: no Ray cluster answers there ({error.strerror or error})") from None
-
-
-@contextmanager
-def _stderr_closed() -> Iterator[None]:
-    """Keep native code from writing to the terminal; what goes wrong is raised all the same."""
-    sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _with_ticks(tables: Iterator[pa.Table]) -> Iterator[pa.Table | None]:

@@ -6,9 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -40,33 +41,48 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Driver:
     """`qwen-ray run` in a process group of its own."""
 
-    def __init__(self, source: str, output: str, address: str, endpoint_url: str) -> None:
-        command = [sys.executable, "-m", "qwen_ray", "run", source, output, "--preset", "tiny"]
-        for setting in SETTINGS:
+    def __init__(
+        self, source: str, output: str, address: str, endpoint_url: str = "", settings: Sequence[str] = SETTINGS
+    ) -> None:
+        command = [sys.executable, "-m", "qwen_ray", "run", source, output, "--preset", "tiny", "--address", address]
+        for setting in settings:
             command += ["--set", setting]
-        command += ["--address", address] if address else []
         command += ["--endpoint-url", endpoint_url] if endpoint_url else []
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  lives as long as the process
         self._process = subprocess.Popen(
-            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command, start_new_session=True, stdout=subprocess.DEVNULL, stderr=self._said, text=True
         )
 
-    def wait(self, timeout_s: float = 120) -> int:
-        """Exit code of a run that is left alone."""
-        _, said = self._process.communicate(timeout=timeout_s)
-        assert self._process.returncode == 0, said[-2000:]
-        return self._process.returncode
+    @property
+    def said(self) -> str:
+        """What it has written to standard error so far."""
+        return os.pread(self._said.fileno(), 1 << 20, 0).decode()
 
-    def kill_when(self, moment: Callable[[], bool], timeout_s: float = 120) -> bool:
+    def wait(self, timeout_s: float = 120) -> int:
+        """Exit code of a run that is left alone, or has been told to stop."""
+        return self._process.wait(timeout_s)
+
+    def kill_when(self, moment: Callable[[], bool]) -> bool:
         """SIGKILL the whole group at a moment; False if the run was over before it came."""
+        if not self._reaches(moment):
+            return False
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        return True
+
+    def stop_when(self, moment: Callable[[], bool], how: signal.Signals) -> int:
+        """Send a signal to the driver alone at a moment; its exit code."""
+        assert self._reaches(moment), "over before the moment came"
+        self._process.send_signal(how)
+        return self.wait()
+
+    def _reaches(self, moment: Callable[[], bool], timeout_s: float = 120) -> bool:
         deadline = time.monotonic() + timeout_s
-        while self._process.poll() is None and time.monotonic() < deadline:
+        while self._process.poll() is None:
             if moment():
-                os.killpg(self._process.pid, signal.SIGKILL)
-                self._process.communicate()
                 return True
+            assert time.monotonic() < deadline, self.said
             time.sleep(0.01)
-        assert self._process.poll() is not None, "the moment never came"
-        self._process.communicate()
         return False
 
 
@@ -105,7 +121,7 @@ def _num_saved(output: str, endpoint_url: str) -> int:
 
 
 def _survives(source: str, output: str, calm: str, address: str, endpoint_url: str = "") -> None:
-    Driver(source, calm, address, endpoint_url).wait()
+    assert Driver(source, calm, address, endpoint_url).wait() == 0
     kills = 0
     with _watched(output, endpoint_url) as bad:
         for attempt in range(4 * NUM_KILLS):
@@ -122,7 +138,7 @@ def _survives(source: str, output: str, calm: str, address: str, endpoint_url: s
 
             killed = driver.kill_when(moment)
             kills += killed and _num_videos(output, endpoint_url) < NUM_VIDEOS
-        Driver(source, output, address, endpoint_url).wait()
+        assert Driver(source, output, address, endpoint_url).wait() == 0
     assert bad == []
     assert kills >= NUM_KILLS
     expected = content(calm, endpoint_url)
@@ -146,3 +162,19 @@ def test_ten_kills_on_s3(ray_address, videos, s3_server: S3Server):  # noqa: F81
         client.upload_file(str(path), bucket, f"in/{path.name}")
     root = f"s3://{bucket}"
     _survives(f"{root}/in/", f"{root}/out", f"{root}/calm", ray_address, s3_server.url)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_polite_stop_commits_what_is_finished(ray_address, videos, tmp_path, how):
+    source, output = str(videos), str(tmp_path / "out")
+    patient = ("commit.every_s=600", *(setting for setting in SETTINGS if "every_s" not in setting))
+    driver = Driver(source, output, ray_address, settings=patient)  # commits nothing by itself before it is done
+    assert driver.stop_when(lambda: "running" in driver.said, how) == 130, driver.said
+    assert "Traceback" not in driver.said
+    assert "same command" in driver.said
+    committed = _num_videos(output, "")
+    assert committed + _num_saved(output, "") > 0
+    assert committed < NUM_VIDEOS
+    assert Driver(source, output, ray_address).wait() == 0
+    assert _num_videos(output, "") == NUM_VIDEOS
+    assert qwen_ray.verify(output) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -120,6 +121,18 @@ def test_the_same_on_an_s3_server(ray_address, mixed_folder, s3_server: S3Server
     _check_mixed(rows(job.output, "videos", s3_server.url), lambda uri: uri.rsplit("/", 1)[-1])
     assert qwen_ray.verify(job.output, endpoint_url=s3_server.url) == []
     assert qwen_ray.run(job).videos == {}
+
+
+def test_frames_are_exactly_what_the_engine_was_given(ray_address, mixed_folder, tmp_path):
+    job = qwen_ray.configure(str(mixed_folder / "bikes.mp4"), str(tmp_path / "out"), preset="tiny", set=FAKE)
+    qwen_ray.run(job)
+    clips = rows(job.output, "clips")
+    assert len(clips) == 10
+    for clip in clips:
+        seen = qwen_ray.frames(str(mixed_folder / "bikes.mp4"), clip["start_s"], clip["end_s"], job)
+        assert list(seen.frame_times_s) == clip["frame_times_s"]
+        digest = hashlib.blake2b(seen.frames_THWC.tobytes(), digest_size=4).hexdigest()
+        assert clip["caption"].endswith(digest)
 
 
 @pytest.fixture

@@ -1,0 +1,83 @@
+"""A Ray cluster to run on: joined by address, or started on this machine for one run.
+
+Ray is talkative when it starts and stops, and patient with addresses where nothing answers; here it is neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from qwen_ray.errors import ConfigError
+
+
+@contextmanager
+def connected(address: str) -> Iterator[dict[str, float]]:
+    """The resources of the cluster at `address`, of one started here where that is empty, or of the one in use already.
+
+    Raises:
+        ConfigError: nothing answers there.
+    """
+    import ray
+
+    mine = not ray.is_initialized()
+    if mine:
+        _connect(address)
+    try:
+        yield dict(ray.cluster_resources())
+    finally:
+        if mine:
+            ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    import ray
+    import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
+
+    _check_reachable(address)
+    on_sigterm = signal.getsignal(signal.SIGTERM)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error"}
+    local: dict[str, Any] = {} if address else {"include_dashboard": False}
+    # Ray's core prints a line per actor class about restarts, and one more about being told not to.
+    os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    try:
+        with _stderr_closed():
+            # "local" starts a private cluster; without it Ray joins whatever cluster it finds on the machine
+            ray.init(address=address or "local", **quiet, **local)
+    except (ConnectionError, ValueError) as error:
+        raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    if on_sigterm is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
+
+
+def _check_reachable(address: str) -> None:
+    """Look for a listener first: Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return  # nothing, or a name such as "auto", which Ray looks up at once
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise ConfigError(f"--address {address}: no Ray cluster answers there ({error.strerror or error})") from None
+
+
+@contextmanager
+def _stderr_closed() -> Iterator[None]:
+    """Keep native code from writing to the terminal; what goes wrong is raised all the same."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
