@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from qwen_ray import api
+from qwen_ray.io.storage import file_name
 from qwen_ray.report import RunReport
 from qwen_ray.runner import Progress as Counts
 
@@ -93,7 +94,7 @@ def show_report(console: Console, report: RunReport) -> None:
     if not report.videos:
         console.print(f"nothing to do: all {report.num_inputs} inputs are in {escape(report.output)}", highlight=False)
         return
-    table = _table(f"run {report.run_id}", "rows", "count")
+    table = _table("this run", "rows", "count")
     for name, counts in (("videos", report.videos), ("clips", report.clips)):
         for status, count in sorted(counts.items()):
             table.add_row(f"{name} {status}", str(count))
@@ -101,7 +102,7 @@ def show_report(console: Console, report: RunReport) -> None:
     for error_type, count in sorted(report.errors.items()):
         table.add_row(f"[red]{error_type}[/red]", str(count))
     console.print(table)
-    took = f"{report.elapsed_s:.1f} s; tables in {escape(report.output)}"
+    took = f"run {report.run_id}: {report.elapsed_s:.1f} s; tables in {escape(report.output)}"
     console.print(took, highlight=False, soft_wrap=True)
     if report.exit_code:
         console.print(
@@ -140,7 +141,7 @@ def show_info(console: Console, file: str, info: Mapping[str, Any]) -> None:
 def show_clips(console: Console, output: str) -> None:
     """Every clip with its caption and the words spoken during it."""
     videos = api.read_table(output, "videos", ["video_id", "uri"]).to_pylist()
-    names = {video["video_id"]: video["uri"].rsplit("/", 1)[-1] for video in videos}
+    names = {video["video_id"]: file_name(video["uri"]) for video in videos}
     clips = api.read_table(output, "clips").to_pylist()
     segments = api.read_table(output, "segments").to_pylist()
     table = _table("clips", "video", "from", "to", "caption", "words")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import posixpath
-import urllib.parse
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 import srt
 
-from qwen_ray.io.storage import Storage
+from qwen_ray.io.storage import Storage, file_name
 from qwen_ray.tables import read_table
 
 
@@ -54,7 +53,6 @@ def _subtitles(segments: list[dict[str, Any]]) -> str:
 
 def _stem(uri: str) -> str:
     """File name without extension. Separators and control characters cannot leave the directory."""
-    name = urllib.parse.unquote(posixpath.basename(uri.split("#", 1)[0]))
-    stem = posixpath.splitext(name)[0]
+    stem = posixpath.splitext(file_name(uri))[0]
     clean = "".join("_" if c in '/\\:*?"<>|' or not c.isprintable() else c for c in stem)
     return clean.strip(". ") or "video"

@@ -20,7 +20,6 @@ from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from rich.console import Console
@@ -29,6 +28,7 @@ from rich.table import Table
 
 import qwen_ray
 from jobs.assets.videos import Example, write_example
+from qwen_ray.io.storage import file_name
 from qwen_ray.report import versions
 
 RESULTS = Path(__file__).parent / "results"
@@ -51,7 +51,7 @@ def caption_all(folder: Path, output: Path, settings: list[str]) -> tuple[dict[s
     if several:
         raise SystemExit(f"expected one clip each: {several[:3]}")
     by_id = {clip["video_id"]: clip["caption"] for clip in clips}
-    named = {unquote(video["uri"].rsplit("/", 1)[-1]): by_id[video["video_id"]] for video in videos}
+    named = {file_name(video["uri"]): by_id[video["video_id"]] for video in videos}
     return named, report.to_dict()
 
 

@@ -25,7 +25,7 @@ from qwen_ray.io.objects import Conflict, Denied, Entry, NotFound, Object, Stora
 
 __all__ = [
     "Conflict", "Denied", "Entry", "Location", "NotFound", "Object", "Storage",
-    "canonical_uri", "fetch", "is_folder", "list_folder", "locate", "open_storage", "read_uri", "resolve", "stat",
+    "canonical_uri", "fetch", "file_name", "is_folder", "list_folder", "locate", "open_storage", "read_uri", "resolve", "stat",
 ]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -64,6 +64,11 @@ def locate(text: str) -> Location:
     if scheme == "s3":
         return _bucket_and_key(rest, text)
     raise ConfigError(f"{text}: unknown scheme {scheme}://; known are s3:// and file://, or a plain path")
+
+
+def file_name(uri: str) -> str:
+    """The last part of a URI's path or key, as people know it."""
+    return posixpath.basename(locate(uri).key)
 
 
 def canonical_uri(text: str) -> str:

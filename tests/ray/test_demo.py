@@ -7,12 +7,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from urllib.parse import unquote
 
 import pytest
 import srt
 
 from qwen_ray.api import SAMPLES
+from qwen_ray.io.storage import file_name
 from tests.tables import rows
 
 TRUTH = json.loads((SAMPLES / "truth.json").read_text())
@@ -33,7 +33,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def _by_video(folder: Path, table: str) -> dict[str, list[dict]]:
-    names = {row["video_id"]: unquote(row["uri"].rsplit("/", 1)[-1]) for row in rows(str(folder / "tables"), "videos")}
+    names = {row["video_id"]: file_name(row["uri"]) for row in rows(str(folder / "tables"), "videos")}
     grouped: dict[str, list[dict]] = {name: [] for name in names.values()}
     for row in rows(str(folder / "tables"), table):
         grouped[names[row["video_id"]]].append(row)

@@ -6,7 +6,6 @@ import hashlib
 import importlib.util
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import duckdb
@@ -15,6 +14,7 @@ import pytest
 
 import qwen_ray
 from qwen_ray.errors import LeaseHeldError
+from qwen_ray.io.storage import file_name
 from tests.media import encode, ffmpeg, x264
 from tests.s3 import S3Server, s3_server  # noqa: F401
 from tests.tables import content, rows
@@ -56,8 +56,8 @@ EXPECTED = {
 }
 
 
-def _check_mixed(videos: list[dict], name_of: Callable[[str], str]) -> None:
-    by_name = {name_of(row["uri"]): row for row in videos}
+def _check_mixed(videos: list[dict]) -> None:
+    by_name = {file_name(row["uri"]): row for row in videos}
     assert set(by_name) == {*EXPECTED, "bigbuckbunny.mp4", "sound only.m4a"}
     for name, expected in EXPECTED.items():
         row = by_name[name]
@@ -75,18 +75,12 @@ def _check_mixed(videos: list[dict], name_of: Callable[[str], str]) -> None:
     assert by_name["bikes.mp4"]["num_frames"] == 250
 
 
-def _local_name(uri: str) -> str:
-    from urllib.parse import unquote
-
-    return unquote(uri.rsplit("/", 1)[-1])
-
-
 def test_a_folder_of_everything_gives_one_row_each(ray_address, mixed_folder, tmp_path):
     job = qwen_ray.configure(str(mixed_folder), str(tmp_path / "out"), preset="tiny")
     report = qwen_ray.run(job)
     assert report.exit_code == 1  # two of seven are no videos at all
     assert (report.videos, report.errors["empty_file"]) == ({"ok": 5, "failed": 2}, 1)
-    _check_mixed(rows(job.output, "videos"), _local_name)
+    _check_mixed(rows(job.output, "videos"))
     assert qwen_ray.verify(job.output) == []
 
 
@@ -118,7 +112,7 @@ def test_the_same_on_an_s3_server(ray_address, mixed_folder, s3_server: S3Server
     )
     report = qwen_ray.run(job)
     assert report.videos == {"ok": 5, "failed": 2}
-    _check_mixed(rows(job.output, "videos", s3_server.url), lambda uri: uri.rsplit("/", 1)[-1])
+    _check_mixed(rows(job.output, "videos", s3_server.url))
     assert qwen_ray.verify(job.output, endpoint_url=s3_server.url) == []
     assert qwen_ray.run(job).videos == {}
 
@@ -150,7 +144,7 @@ def _video(path: Path, first: int) -> None:
 
 
 def _by_name(output: str) -> dict[str, dict]:
-    return {_local_name(row["uri"]): row for row in rows(output, "videos")}
+    return {file_name(row["uri"]): row for row in rows(output, "videos")}
 
 
 def test_only_what_changed_is_touched(ray_address, clips_folder, tmp_path):
@@ -211,7 +205,7 @@ def test_a_run_folder_tells_what_happened(ray_address, mixed_folder, tmp_path):
     assert json.loads((folder / "report.json").read_text())["videos"] == {"ok": 5, "failed": 2}
     assert json.loads((folder / "versions.json").read_text())["ray"]
     letters = [json.loads(line) for line in (folder / "dead_letters.jsonl").read_text().splitlines()]
-    assert sorted((_local_name(letter["uri"]), letter["error_type"]) for letter in letters) == [
+    assert sorted((file_name(letter["uri"]), letter["error_type"]) for letter in letters) == [
         ("empty.mp4", "empty_file"),
         ("page.mp4", "unreadable"),
     ]
