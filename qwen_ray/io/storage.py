@@ -25,7 +25,8 @@ from qwen_ray.io.objects import Conflict, Denied, Entry, NotFound, Object, Stora
 
 __all__ = [
     "Conflict", "Denied", "Entry", "Location", "NotFound", "Object", "Storage",
-    "canonical_uri", "fetch", "file_name", "is_folder", "list_folder", "locate", "open_storage", "read_uri", "resolve", "stat",
+    "canonical_uri", "fetch", "file_name", "is_folder", "list_folder", "locate", "open_storage", "read_uri", "resolve",
+    "stat",
 ]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
