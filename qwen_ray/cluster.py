@@ -53,7 +53,7 @@ def _connect(address: str) -> None:
             ray.init(address=address or "local", **quiet, **local)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    logging.getLogger("ray.data").setLevel(logging.ERROR)
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error is raised as well
     if on_sigterm is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
 

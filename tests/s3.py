@@ -6,6 +6,7 @@ It answers one request at a time, so that its conditional writes are atomic, as 
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,6 @@ class S3Server:
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._faults: list[tuple[str, int, bool]] = []
         self._break_after: int | None = None
-        self._buckets = 0
         self.requests: list[tuple[str, str]] = []
         self._server = make_server("127.0.0.1", 0, self, request_handler=_Quiet)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -55,8 +55,7 @@ class S3Server:
     def new_bucket(self) -> str:
         from qwen_ray.io.s3 import client
 
-        self._buckets += 1
-        name = f"bucket-{self._buckets}"
+        name = f"bucket-{uuid.uuid4()}"  # moto keeps one state for all servers of a process
         client(self.config).create_bucket(Bucket=name)
         return name
 

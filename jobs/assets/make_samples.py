@@ -17,13 +17,16 @@ import subprocess
 import tempfile
 import wave
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from jobs.assets import shapes
+from jobs.assets.videos import render_all, write_video
 
 SAMPLE_RATE_HZ = 22050
 """What espeak-ng writes."""
@@ -41,7 +44,7 @@ class Shot:
 
 @dataclass(frozen=True)
 class Sample:
-    """One video; `speech` pairs a start in seconds with a sentence, `turn` is its rotation metadata in degrees."""
+    """One video; `speech` pairs a start in seconds with a sentence, `turn` is its rotation in degrees, clockwise."""
 
     name: str
     width: int
@@ -104,18 +107,16 @@ def scene_of(sample: Sample, shot: Shot) -> shapes.Scene:
     return shapes.random_scene(generator, held_out=True, aspect=sample.width / sample.height)
 
 
-def picture(sample: Sample) -> np.ndarray[Any, Any]:
-    """Frames [T, H, W, C] uint8 as stored, that is before the player turns them."""
-    parts = []
-    for shot in sample.shots:
-        count = round(shot.seconds * sample.fps)
-        times = [index / count for index in range(count)]
-        parts.append(shapes.render(scene_of(sample, shot), times, sample.height, sample.width).numpy())
-    frames = np.concatenate(parts)
-    return np.rot90(frames, k=-(sample.turn // 90), axes=(1, 2)).copy()
+def picture(sample: Sample) -> npt.NDArray[np.uint8]:
+    """Frames [T, H, W, C], upright."""
+    parts = [
+        render_all(scene_of(sample, shot), round(shot.seconds * sample.fps), sample.height, sample.width)
+        for shot in sample.shots
+    ]
+    return np.concatenate(parts)
 
 
-def speak(sentence: str) -> np.ndarray[Any, Any]:
+def speak(sentence: str) -> npt.NDArray[np.int16]:
     """A sentence as int16 samples."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "speech.wav"
@@ -127,7 +128,7 @@ def speak(sentence: str) -> np.ndarray[Any, Any]:
             return np.frombuffer(file.readframes(file.getnframes()), np.int16)
 
 
-def sound(sample: Sample) -> tuple[np.ndarray[Any, Any], list[dict[str, Any]]]:
+def sound(sample: Sample) -> tuple[npt.NDArray[np.int16], list[dict[str, Any]]]:
     """The whole track as int16 samples, and what is said when."""
     track = np.zeros(round(sample.seconds * SAMPLE_RATE_HZ), np.int16)
     said: list[dict[str, Any]] = []
@@ -141,36 +142,20 @@ def sound(sample: Sample) -> tuple[np.ndarray[Any, Any], list[dict[str, Any]]]:
     return track, said
 
 
-def encode(sample: Sample, track: np.ndarray[Any, Any], path: Path) -> None:
-    """Write the H.264 and AAC file; one thread and bitexact, so that a second run gives the same bytes."""
-    frames = picture(sample)
-    height, width = frames.shape[1:3]
+def encode(sample: Sample, track: npt.NDArray[np.int16], path: Path) -> None:
+    """Write the H.264 and AAC file; bitexact, so that a second run gives the same bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        audio, plain = Path(folder) / "track.wav", Path(folder) / "plain.mp4"
+        audio, silent = Path(folder) / "track.wav", Path(folder) / "silent.mp4"
         with wave.open(str(audio), "wb") as file:
             file.setparams((1, 2, SAMPLE_RATE_HZ, 0, "NONE", ""))
             file.writeframes(track.tobytes())
-        exact = ["-fflags", "+bitexact", "-flags:v", "+bitexact", "-flags:a", "+bitexact", "-map_metadata", "-1"]
-        raw = ["-f", "rawvideo", "-pix_fmt", "rgb24", "-s", f"{width}x{height}", "-r", str(sample.fps), "-i", "-"]
-        video = ["-c:v", "libx264", "-preset", "slow", "-crf", "26", "-pix_fmt", "yuv420p", "-threads", "1"]
-        sounds = ["-c:a", "aac", "-b:a", "40k", "-ac", "1"]
-        command = ["ffmpeg", "-v", "error", "-y", *raw, "-i", str(audio), *video, *sounds, *exact, str(plain)]
-        subprocess.run(command, input=frames.tobytes(), check=True)
-        turn = [[], ["-metadata:s:v:0", f"rotate={sample.turn}"]][sample.turn != 0]
-        tail = ["-c", "copy", *turn, "-fflags", "+bitexact", "-movflags", "+faststart", str(path)]
-        subprocess.run(["ffmpeg", "-v", "error", "-y", "-i", str(plain), *tail], check=True)
+        write_video(silent, picture(sample), Fraction(sample.fps), crf=26, rotation_deg=sample.turn, preset="slow")
+        sound = ["-c:v", "copy", "-c:a", "aac", "-b:a", "40k", "-ac", "1"]
+        exact = ["-fflags", "+bitexact", "-flags:a", "+bitexact", "-map_metadata", "-1", "-movflags", "+faststart"]
+        command = ["ffmpeg", "-v", "error", "-y", "-i", str(silent), "-i", str(audio), *sound, *exact, str(path)]
+        subprocess.run(command, check=True)
     if path.stat().st_size > LARGEST_BYTES:
         raise RuntimeError(f"{path} is larger than {LARGEST_BYTES} bytes")
-    _require_upright(path, sample)
-
-
-def _require_upright(path: Path, sample: Sample) -> None:
-    """Fail when this ffmpeg dropped the rotation (from version 6 on it wants another option)."""
-    entry = ["-select_streams", "v:0", "-show_entries", "stream_side_data=rotation", "-of", "csv=p=0"]
-    shown = subprocess.run(["ffprobe", "-v", "error", *entry, str(path)], check=True, capture_output=True, text=True)
-    turn = int(shown.stdout.strip().strip(",") or 0)
-    if turn % 360 not in (sample.turn, -sample.turn % 360) or (sample.turn and not turn):
-        raise RuntimeError(f"{path}: rotation {turn} was written instead of {sample.turn}")
 
 
 def make(out: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def write_video(
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.codec_context.thread_count = 1  # the same bytes on every machine
         if rotation_deg:
-            stream.set_display_rotation(rotation_deg)
+            stream.set_display_rotation(-rotation_deg)  # it counts against the clock
         for picture in turned:
             frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), format="rgb24")
             container.mux(stream.encode(frame))

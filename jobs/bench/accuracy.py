@@ -85,7 +85,9 @@ def show(console: Console, examples: list[Example], captions: dict[str, str | No
 def result(examples: list[Example], captions: dict[str, str | None], report: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a measurement."""
     right = sum(captions[example.path.name] == example.caption for example in examples)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "what": "exactly right captions on unseen combinations, through the whole product",
         "command": " ".join(["python -m jobs.bench.accuracy", *sys.argv[1:]]),
