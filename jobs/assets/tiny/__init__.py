@@ -1,0 +1,1 @@
+"""What `train_tiny.py` trains, in pieces."""
