@@ -30,6 +30,9 @@ def connected(address: str) -> Iterator[dict[str, float]]:
     mine = not ray.is_initialized()
     if mine:
         _connect(address)
+    import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
+
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error is raised as well
     try:
         yield dict(ray.cluster_resources())
     finally:
@@ -39,7 +42,6 @@ def connected(address: str) -> Iterator[dict[str, float]]:
 
 def _connect(address: str) -> None:
     import ray
-    import ray.data  # sets its own loggers up when it is imported, so it comes before they are quietened
 
     _check_reachable(address)
     on_sigterm = signal.getsignal(signal.SIGTERM)
@@ -53,7 +55,6 @@ def _connect(address: str) -> None:
             ray.init(address=address or "local", **quiet, **local)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(f"--address {address}: no Ray cluster answers there ({error})") from None
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error is raised as well
     if on_sigterm is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray puts its own there, which ends the process at once
 

