@@ -74,7 +74,7 @@ def status(output: str, endpoint_url: str = "") -> dict[str, Any]:
     """Counts by status and error, the newest run's report, and the holder of the output."""
     storage = _existing(output, endpoint_url)
     columns = ["status", "caption_status", "speech_status", "error_type", "num_clips", "num_segments", "vanished_at"]
-    from qwen_ray import tables
+    from qwen_ray import report, tables
 
     videos = tables.read_table(storage, "videos", columns)
     counts = {name: dict(Counter(videos.column(name).drop_null().to_pylist())) for name in columns[:4]}
@@ -86,7 +86,7 @@ def status(output: str, endpoint_url: str = "") -> dict[str, Any]:
         "num_vanished": videos.num_rows - videos.column("vanished_at").null_count,
         **counts,
         "holder": _holder(storage),
-        "last_report": _last_report(storage),
+        "last_report": report.last_report(storage),
     }
 
 
@@ -104,7 +104,7 @@ def last_config(output: str, endpoint_url: str = "") -> dict[str, Any]:
     values = report.last_config(_existing(output, endpoint_url))
     if values is None:
         raise ConfigError(f"{output}: no run has written here yet, so there is nothing to try again")
-    return values
+    return values | {"output": _absolute(output)}
 
 
 def probe(file: str, *, endpoint_url: str = "") -> VideoInfo:
@@ -161,7 +161,8 @@ def subtitles(output: str, directory: Path, endpoint_url: str = "") -> list[Path
 
 def _existing(output: str, endpoint_url: str) -> Storage:
     storage = open_storage(output, StorageConfig(endpoint_url=endpoint_url))
-    if next(iter(storage.list("videos/")), None) is None and next(iter(storage.list("_runs/")), None) is None:
+    runs = (entry for entry in storage.list("_runs/") if entry.key != LEASE)
+    if next(iter(storage.list("videos/")), None) is None and next(runs, None) is None:
         raise ConfigError(f"{output}: no tables here; `qwen-ray run INPUT {output}` makes them")
     return storage
 
@@ -170,11 +171,6 @@ def _one_file(file: str) -> str:
     if "://" not in file and not Path(file).is_file():
         raise ConfigError(f"{file}: no such file")
     return canonical_uri(file)
-
-
-def _last_report(storage: Storage) -> dict[str, Any] | None:
-    keys = sorted(entry.key for entry in storage.list("_runs/") if entry.key.endswith("/report.json"))
-    return json.loads(storage.read(keys[-1]).data) if keys else None
 
 
 def _holder(storage: Storage) -> str | None:

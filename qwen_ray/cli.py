@@ -6,6 +6,7 @@ import dataclasses
 import json
 import signal
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -54,7 +55,7 @@ def run(
     if dry_run:
         _show_plan(job, as_json)
     else:
-        _execute(job, as_json=as_json, retry_all=False)
+        _execute(job, as_json=as_json, retry=False)
 
 
 @app.command()
@@ -81,8 +82,8 @@ def retry(
 ) -> None:
     """Try every failed or partial video of OUTPUT again, with the configuration of its last run."""
     values = api.last_config(output, endpoint_url)
-    job = from_dict(values | {"output": output, "address": address})
-    _execute(_with_endpoint(job, endpoint_url), as_json=as_json, retry_all=True)
+    job = from_dict(values | {"address": address})
+    _execute(_with_endpoint(job, endpoint_url), as_json=as_json, retry=True)
 
 
 @app.command()
@@ -163,7 +164,7 @@ def demo(
     from qwen_ray import screens
 
     job = api.configure(str(api.SAMPLES), str(output / "tables"), preset="tiny")
-    _execute(job, as_json=False, retry_all=False, leave=False)
+    _execute(job, as_json=False, retry=False, leave=False)
     paths = api.subtitles(str(output / "tables"), output / "subtitles", "")
     screens.show_clips(out, str(output / "tables"))
     screens.show_paths(out, output / "tables", paths)
@@ -178,6 +179,8 @@ def main() -> None:
         _fail(str(error), 2)
     except QwenRayError as error:
         _fail(str(error), 1)
+    except OSError as error:  # a file that the user named: an output folder that is a file, a full disk
+        _fail(f"{error.filename or 'this machine'}: {error.strerror or error}", 2)
 
 
 def _job(
@@ -213,13 +216,14 @@ def _show_plan(job: JobConfig, as_json: bool) -> None:
         screens.show_plan(out, planned)
 
 
-def _execute(job: JobConfig, *, as_json: bool, retry_all: bool, leave: bool = True) -> None:
+def _execute(job: JobConfig, *, as_json: bool, retry: bool, leave: bool = True) -> None:
     from qwen_ray import screens
     from qwen_ray.runner import run as execute
 
     try:
-        with screens.live_progress() as on_progress:
-            report = execute(job, on_progress=on_progress, retry_all=retry_all)
+        # What Ray itself prints must not get between the JSON and whoever reads it.
+        with redirect_stdout(sys.stderr), screens.live_progress() as on_progress:
+            report = execute(job, on_progress=on_progress, retry=retry)
     except KeyboardInterrupt:
         _fail("stopped; what was finished is committed, and the same command goes on from there", 130)
     if as_json:

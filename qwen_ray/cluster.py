@@ -25,6 +25,8 @@ def connected(address: str) -> Iterator[dict[str, float]]:
     Raises:
         ConfigError: nothing answers there.
     """
+    # A row iterator that outlives its cluster would otherwise start another.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
     import ray
 
     mine = not ray.is_initialized()

@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import math
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +55,7 @@ class DecodeConfig:
     """Decode actors; 0 sizes the pool from the cluster."""
 
     def __post_init__(self) -> None:
-        _check(self.window_s > 0, "decode.window_s", self.window_s, "more than 0 seconds")
+        _check(0 < self.window_s < math.inf, "decode.window_s", self.window_s, "more than 0 seconds")
         _check(self.num_frames >= 2, "decode.num_frames", self.num_frames, "2 or more")
         _check(
             self.size_multiple in (28, 32),
@@ -69,7 +71,7 @@ class DecodeConfig:
             self.max_pixels,
             f"min_pixels ({self.min_pixels}) or more",
         )
-        _check(self.deadline_s > 0, "decode.deadline_s", self.deadline_s, "more than 0 seconds")
+        _check(0 < self.deadline_s < math.inf, "decode.deadline_s", self.deadline_s, "more than 0 seconds")
         _check(self.num_cpus >= 0, "decode.num_cpus", self.num_cpus, "0 or more")
         _check(self.replicas >= 0, "decode.replicas", self.replicas, "0 (automatic) or more")
 
@@ -295,7 +297,11 @@ def set_paths(config: JobConfig, assignments: list[str]) -> JobConfig:
         path, equals, text = assignment.partition("=")
         if not equals:
             raise ConfigError(f"--set {assignment!r}: expected path=value, such as caption.batch_size=8")
-        nested: Any = yaml.safe_load(text)
+        try:
+            nested: Any = text if _is_text(path.strip()) and text != "null" else yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or "not a YAML value"
+            raise ConfigError(f"--set {assignment!r}: {problem}; quote it as YAML does") from None
         for key in reversed(path.strip().split(".")):
             nested = {key: nested}
         config = override(config, nested)
@@ -310,8 +316,11 @@ def load_file(path: str) -> dict[str, Any]:
         values = yaml.safe_load(Path(path).read_text())
     except OSError as error:
         raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"--config {path}: not a text file") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: not YAML or JSON: {error}") from None
+        where = " ".join(str(error).split())
+        raise ConfigError(f"--config {path}: not YAML or JSON: {where}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"--config {path}: holds {type(values).__name__}, expected a mapping of fields to values")
     return values
@@ -324,14 +333,24 @@ def fingerprint(component: DecodeConfig | CaptionConfig | SpeechConfig, *more: s
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
+_COMPONENTS: dict[str, type] = {
+    "decode": DecodeConfig,
+    "caption": CaptionConfig,
+    "speech": SpeechConfig,
+    "storage": StorageConfig,
+    "commit": CommitConfig,
+}
+
+
+def _is_text(path: str) -> bool:
+    """Whether the field at `path` holds text, so that a value for it is taken as it is typed: `no` is a language."""
+    first, _, second = path.partition(".")
+    owner = _COMPONENTS.get(first, JobConfig) if second else JobConfig
+    hint = typing.get_type_hints(owner).get(second or first)
+    return hint is str or typing.get_origin(hint) is Literal
+
+
 def _merge(base: dict[str, Any], values: Mapping[str, Any], cls: type, path: str) -> dict[str, Any]:
-    nested = {
-        "decode": DecodeConfig,
-        "caption": CaptionConfig,
-        "speech": SpeechConfig,
-        "storage": StorageConfig,
-        "commit": CommitConfig,
-    }
     known = {f.name: f for f in dataclasses.fields(cls)}
     merged = dict(base)
     for key, value in values.items():
@@ -339,8 +358,8 @@ def _merge(base: dict[str, Any], values: Mapping[str, Any], cls: type, path: str
             raise ConfigError(
                 f"unknown configuration key {path}{key}{nearest(str(key), known)}; known: {', '.join(known)}"
             )
-        if cls is JobConfig and key in nested and isinstance(value, Mapping):
-            start = base[key] if base[key] is not None else dataclasses.asdict(nested[key]())
-            value = _merge(start, value, nested[key], f"{path}{key}.")
+        if cls is JobConfig and key in _COMPONENTS and isinstance(value, Mapping):
+            start = base[key] if base[key] is not None else dataclasses.asdict(_COMPONENTS[key]())
+            value = _merge(start, value, _COMPONENTS[key], f"{path}{key}.")
         merged[key] = value
     return merged

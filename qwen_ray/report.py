@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from qwen_ray.config import JobConfig, to_dict
-from qwen_ray.errors import RETRYABLE
+from qwen_ray.errors import RETRYABLE, ConfigError
 from qwen_ray.io.storage import Storage
 from qwen_ray.records import Finished, Identity
 
@@ -27,6 +27,7 @@ class RunReport:
     num_inputs: int = 0
     num_duplicates: int = 0
     num_vanished: int = 0
+    num_returned: int = 0
     planned: dict[str, int] = field(default_factory=dict)
     videos: dict[str, int] = field(default_factory=dict)
     clips: dict[str, int] = field(default_factory=dict)
@@ -35,7 +36,6 @@ class RunReport:
     num_recovered_rows: int = 0
     max_failed_fraction: float = 1.0
     elapsed_s: float = 0.0
-    phases_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def failed_fraction(self) -> float:
@@ -108,6 +108,22 @@ def versions() -> dict[str, str]:
 
 
 def last_config(storage: Storage) -> dict[str, Any] | None:
-    """The resolved configuration of the newest run, or None; run ids sort by time."""
-    keys = sorted(entry.key for entry in storage.list("_runs/") if entry.key.endswith("/config.json"))
-    return json.loads(storage.read(keys[-1]).data) if keys else None
+    """The resolved configuration of the newest run, or None. Raises ConfigError if it is damaged."""
+    return _newest(storage, "config.json")
+
+
+def last_report(storage: Storage) -> dict[str, Any] | None:
+    """The newest report, or None. Raises ConfigError if it is damaged."""
+    return _newest(storage, "report.json")
+
+
+def _newest(storage: Storage, name: str) -> dict[str, Any] | None:
+    """Run ids sort by time."""
+    keys = sorted(entry.key for entry in storage.list("_runs/") if entry.key.endswith(f"/{name}"))
+    if not keys:
+        return None
+    try:
+        values: dict[str, Any] = json.loads(storage.read(keys[-1]).data)
+    except ValueError as error:
+        raise ConfigError(f"{storage.uri}/{keys[-1]}: not JSON ({error}); delete it, or mend it") from None
+    return values

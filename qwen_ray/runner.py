@@ -7,6 +7,7 @@ how often a piece is run again, or where the last run was killed.
 from __future__ import annotations
 
 import dataclasses
+import json
 import queue
 import secrets
 import threading
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 import pyarrow as pa
 
@@ -28,13 +30,14 @@ from qwen_ray.errors import ConfigError, EngineError, LeaseLostError, QwenRayErr
 from qwen_ray.io.commits import CommitLog
 from qwen_ray.io.lease import Lease
 from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
-from qwen_ray.io.source import Listing, list_sources
+from qwen_ray.io.source import Listing, list_sources, look_up
 from qwen_ray.io.storage import Storage, open_storage
 from qwen_ray.prompts import prompt_hash
 from qwen_ray.records import Finished, Identity
 from qwen_ray.report import RunFolder, RunReport
 from qwen_ray.stages.decode import todo_row
 from qwen_ray.stages.rows import Row, read_rows
+from qwen_ray.tables import read_table
 
 PASSES = 2
 """Times that what is missing is run before it is recorded as lost."""
@@ -79,14 +82,27 @@ class Recipe:
     listing: Listing
 
 
-def prepare(config: JobConfig) -> Recipe:
-    """Find the models and list the input. Raises ConfigError."""
+def prepare(config: JobConfig, failed_in: Storage | None = None) -> Recipe:
+    """Find the models and list the input; with `failed_in`, the inputs of that output which failed in whole or part.
+
+    Raises:
+        ConfigError: no such input or model.
+    """
     if not config.input or not config.output:
         raise ConfigError("input and output: both are needed, such as: qwen-ray run ./videos ./out --preset tiny")
     components = {"caption": config.caption, "speech": config.speech}
     models = {name: build.resolve(part) for name, part in components.items() if part is not None}
-    listing = list_sources(config.input, config.storage, config.limit)
+    if failed_in is None:
+        listing = list_sources(config.input, config.storage, config.limit)
+    else:
+        listing = look_up(_failed(failed_in), config.storage)
     return Recipe(config, models, fingerprints(config, models), listing)
+
+
+def _failed(storage: Storage) -> Iterator[tuple[str, dict[str, Any]]]:
+    for row in read_table(storage, "videos", ["uri", "metadata", "status", "vanished_at"]).to_pylist():
+        if row["status"] != "ok" and row["vanished_at"] is None:
+            yield row["uri"], json.loads(row["metadata"] or "{}")
 
 
 def fingerprints(config: JobConfig, models: Mapping[str, Model]) -> Fingerprints:
@@ -115,13 +131,14 @@ def plan_run(recipe: Recipe, storage: Storage, *, retry_all: bool = False) -> Pl
     )
 
 
-def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry_all: bool = False) -> RunReport:
+def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry: bool = False) -> RunReport:
     """Caption and transcribe `config.input` into the tables under `config.output`.
 
     Args:
         config: the whole description of the run.
         on_progress: called now and then with the counts so far.
-        retry_all: also take failed inputs that are not retryable by themselves or have used up their attempts.
+        retry: instead of the input, take every video of the output that failed in whole or part, also those that are
+            not retryable by themselves or have used up their attempts.
 
     Returns:
         Counts; `exit_code` 1 when more videos failed than `max_failed_fraction` allows.
@@ -132,21 +149,22 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry_all: 
         EngineError: the pipeline stopped; what was finished is committed, and the same command goes on.
     """
     started = time.monotonic()
-    recipe = prepare(config)
-    identity = Identity(_new_run_id(), recipe.fingerprints)
     storage = open_storage(config.output, config.storage)
+    recipe = prepare(config, storage if retry else None)
+    identity = Identity(_new_run_id(), recipe.fingerprints)
     storage.check_writable()
     with Lease.acquire(storage, identity.run_id, config.commit.lease_ttl_s) as lease:
         log = CommitLog(storage, lease)
         log.recover()
-        planned = plan_run(recipe, storage, retry_all=retry_all)
+        planned = plan_run(recipe, storage, retry_all=retry)
         report = _new_report(recipe, planned, identity)
         folder = RunFolder(storage, identity)
-        folder.start(config)
         log.commit(list(mark_changes(storage, planned, datetime.now(UTC))))
         if planned.todo:
             output = _Output(storage, lease, log, folder)
             _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
+        else:
+            folder.start(config)
         log.save_open(None)
         report.elapsed_s = time.monotonic() - started
         folder.finish(report)
@@ -175,6 +193,8 @@ class _Execution:
 
     def run(self, todos: list[Todo]) -> None:
         """Execute until every planned input is committed."""
+        from qwen_ray import pipeline  # imports ray
+
         assembler = Assembler(todos, self._identity)
         saved = self._output.log.load_open()
         self._report.num_recovered_rows = assembler.load(saved) if saved else 0
@@ -182,6 +202,8 @@ class _Execution:
         self._phase("starting Ray")
         try:
             with connected(self._recipe.config.address) as resources:
+                pipeline.plan_pools(self._recipe.config, resources)  # refuses before anything is written
+                self._output.folder.start(self._recipe.config)
                 for _ in range(PASSES):
                     if assembler.unfinished():
                         self._one_pass(assembler, resources)
@@ -265,6 +287,7 @@ def _new_report(recipe: Recipe, planned: Plan, identity: Identity) -> RunReport:
         num_inputs=len(recipe.listing.sources),
         num_duplicates=recipe.listing.num_duplicates,
         num_vanished=len(planned.vanished),
+        num_returned=len(planned.returned),
         planned=dict(planned.counts),
         max_failed_fraction=recipe.config.max_failed_fraction,
     )

@@ -92,7 +92,7 @@ def show_plan(console: Console, planned: Mapping[str, Any]) -> None:
 def show_report(console: Console, report: RunReport) -> None:
     """What a run did."""
     if not report.videos:
-        console.print(f"nothing to do: all {report.num_inputs} inputs are in {escape(report.output)}", highlight=False)
+        console.print(f"nothing to do: {_nothing(report)}", highlight=False, soft_wrap=True)
         return
     table = _table("this run", "rows", "count")
     for name, counts in (("videos", report.videos), ("clips", report.clips)):
@@ -110,6 +110,19 @@ def show_report(console: Console, report: RunReport) -> None:
             f"({report.max_failed_fraction:.0%}); see _runs/{report.run_id}/dead_letters.jsonl[/red]",
             highlight=False,
         )
+
+
+def _nothing(report: RunReport) -> str:
+    """Why there was nothing to do, and what else there is to say."""
+    facts = [f"all {report.num_inputs} inputs are in {escape(report.output)}"]
+    failed = report.planned.get("failed", 0)
+    if failed:
+        facts.append(f"{failed} of them failed before, `qwen-ray retry {escape(report.output)}` tries again")
+    if report.num_vanished:
+        facts.append(f"{report.num_vanished} gone from the input, their rows are marked")
+    if report.num_returned:
+        facts.append(f"{report.num_returned} back in the input")
+    return "; ".join(facts)
 
 
 def show_status(console: Console, found: Mapping[str, Any]) -> None:

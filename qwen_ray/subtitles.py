@@ -55,4 +55,4 @@ def _stem(uri: str) -> str:
     """File name without extension. Separators and control characters cannot leave the directory."""
     stem = posixpath.splitext(file_name(uri))[0]
     clean = "".join("_" if c in '/\\:*?"<>|' or not c.isprintable() else c for c in stem)
-    return clean.strip(". ") or "video"
+    return clean.encode()[:200].decode(errors="ignore").strip(". ") or "video"  # a name on disk has 255 bytes

@@ -37,7 +37,16 @@ def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
     if component.engine == "fake":
         return models.Model("fake", "fake-1")
     if isinstance(component, SpeechConfig):
-        return models.resolve(component.model)
+        return models.resolve(_whisper_repository(component.model))
     model = models.resolve(component.model, component.revision)
     models.check_type(model, CAPTION_TYPES)
     return model
+
+
+def _whisper_repository(name: str) -> str:
+    """The hub id of a Whisper size such as `small` or `large-v3`; any other name as it is."""
+    if ":" in name or "/" in name:
+        return name
+    from faster_whisper.utils import _MODELS  # the library's own table of sizes; it has no public one with the ids
+
+    return str(_MODELS.get(name, name))

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +43,8 @@ def resolve(name: str, revision: str = "") -> Model:
         folder = _builtin_folder(name.removeprefix("builtin:"))
     elif Path(name).is_dir():
         folder = Path(name).resolve()
+        if not (folder / "config.json").is_file() or not _weights(folder):
+            raise ConfigError(f"model {name!r}: this folder holds no config.json and weights, so it is no checkpoint")
     elif name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise ConfigError(f"model {name!r}: no such folder, and not a hub id (owner/name) or builtin:NAME")
     else:
@@ -62,24 +65,24 @@ def check_type(model: Model, allowed: tuple[str, ...]) -> None:
 
 def _hub_file(model: Model, name: str) -> Path:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model.location, name, revision=model.revision))
-    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        raise ConfigError(f"model {model.location!r}: {name} cannot be had from the hub: {error}") from None
+    except Exception as error:  # noqa: BLE001  the hub client's transport errors differ from version to version
+        why = type(error).__name__
+        raise ConfigError(f"model {model.location!r}: {name} cannot be had from the hub ({why})") from None
 
 
 def hub_revision(name: str, revision: str) -> str:
     """The hub's commit hash that `revision` (or the default branch) names now; from the local cache when offline."""
     from huggingface_hub import HfApi, try_to_load_from_cache
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
         return str(HfApi().model_info(name, revision=revision or None).sha)
     except RepositoryNotFoundError:
         raise ConfigError(f"model {name!r}: the hub has no such repository, or it needs a token (HF_TOKEN)") from None
-    except (HfHubHTTPError, OfflineModeIsEnabled, OSError) as error:  # OSError covers every kind of "no network"
+    except Exception as error:  # noqa: BLE001  the hub client's transport errors differ from version to version
         cached = try_to_load_from_cache(name, "config.json", revision=revision or None)
         if isinstance(cached, str):
             return Path(cached).parent.name
@@ -99,11 +102,15 @@ def _builtin_folder(name: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations))) / folder
 
 
+def _weights(folder: Path) -> list[Path]:
+    return [path for pattern in ("*.safetensors", "*.bin") for path in folder.glob(pattern)]
+
+
 @functools.lru_cache(maxsize=16)
 def _content_hash(folder: Path) -> str:
     digest = hashlib.sha256()
-    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix != ".md"):
-        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
+    for path in sorted(p for p in folder.iterdir() if p.is_file() and p.suffix != ".md"):
+        digest.update(os.fsencode(path.name) + f"\0{path.stat().st_size}\0".encode())
         with path.open("rb") as file:
             while block := file.read(1 << 22):
                 digest.update(block)

@@ -21,22 +21,29 @@ def read_rows(name: str, data: bytes) -> Iterator[dict[str, Any]]:
     """
     reader = READERS[f".{name.rpartition('.')[2].lower()}"]
     for row in reader(name, data):
-        yield {str(key): plain(value) for key, value in row.items()}
+        yield {_sound(str(key)): plain(value) for key, value in row.items()}
 
 
 def plain(value: Any) -> Any:
     """The nearest JSON value: text, number, true, false, null, list or object. NaN is null, bytes are base64."""
-    if value is None or isinstance(value, (str, bool, int)):
+    if isinstance(value, str):
+        return _sound(value)
+    if value is None or isinstance(value, (bool, int)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
+        return {_sound(str(key)): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
     return value.isoformat() if hasattr(value, "isoformat") else str(value)
+
+
+def _sound(text: str) -> str:
+    """Text that can be written: half a surrogate pair, which JSON may spell, becomes a question mark."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _read_csv(name: str, data: bytes) -> Iterator[dict[str, Any]]:

@@ -111,7 +111,7 @@ def check_conditional(storage: Storage) -> None:
                 f"{storage.uri}: this store ignores conditional writes (If-None-Match, If-Match); use another"
             )
         storage.delete(key)
-    except TransientError as error:
+    except (TransientError, NotFound) as error:
         raise ConfigError(f"output {storage.uri} cannot be written: {error}") from error
 
 

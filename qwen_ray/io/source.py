@@ -81,6 +81,12 @@ def list_sources(input: str, config: StorageConfig, limit: int = 0) -> Listing:
     return listing
 
 
+def look_up(named: Iterable[tuple[str, dict[str, Any]]], config: StorageConfig) -> Listing:
+    """The state, now, of inputs that are known by canonical URI, each with its metadata."""
+    distinct = {video_id_of(uri): (uri, metadata) for uri, metadata in named}
+    return Listing(list(_with_versions(distinct, config)), 0, None)
+
+
 def belongs(name: str) -> bool:
     """Whether listing a folder takes the file with this name relative to it."""
     return not any(part.startswith(_HIDDEN) for part in name.split("/")) and _extension(name) not in SIDECARS
@@ -143,7 +149,10 @@ def _list_manifest(uri: str, config: StorageConfig, limit: int) -> Listing:
         named = row.pop("uri")
         if not isinstance(named, str) or not named.strip():
             raise ConfigError(f"manifest {uri}: row {number} has no uri")
-        source_uri = resolve(folder, named)
+        try:
+            source_uri = resolve(folder, named)
+        except ConfigError as error:
+            raise ConfigError(f"manifest {uri}: row {number}: {error}") from None
         if limit and len(distinct) == limit and video_id_of(source_uri) not in distinct:
             break
         distinct.setdefault(video_id_of(source_uri), (source_uri, row))
@@ -178,7 +187,7 @@ def _with_versions(distinct: dict[str, tuple[str, dict[str, Any]]], config: Stor
 def _state(uri: str, config: StorageConfig) -> tuple[str, int]:
     try:
         entry = stat(uri, config)
-    except Denied:  # concerns one row of many: it fails by itself when it is read, with the reason
+    except (Denied, TransientError):  # concerns one row of many: it fails by itself when it is read, with the reason
         entry = None
     return (entry.version, entry.size_bytes) if entry else ("", 0)
 

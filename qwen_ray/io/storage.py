@@ -7,6 +7,7 @@ S3: `s3://bucket/key` with the key exactly as the store has it: there `%`, `..` 
 
 from __future__ import annotations
 
+import errno
 import os
 import posixpath
 import re
@@ -223,11 +224,13 @@ def _raise_not_found(uri: str) -> NoReturn:
 def _local_entry(path: str) -> Entry | None:
     try:
         found = os.stat(path)  # noqa: PTH116  as text: millions of paths pass through here
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL, which no name on disk has
         return None
     except PermissionError as error:
         raise Denied(f"{path}: {error.strerror}") from error
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            return None
         raise TransientError("storage", f"{path}: {error.strerror}") from error
     return Entry(path, found.st_size, local.version_of(found), found.st_mtime)
 

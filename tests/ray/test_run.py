@@ -216,7 +216,7 @@ def test_retry_takes_failures_again_and_an_ordinary_run_does_not(ray_address, cl
     job = qwen_ray.configure(str(clips_folder), str(tmp_path / "out"), preset="tiny", set=FAKE)
     qwen_ray.run(job)
     assert qwen_ray.run(job).videos == {}
-    assert qwen_ray.run(job, retry_all=True).videos == {"failed": 1}
+    assert qwen_ray.run(job, retry=True).videos == {"failed": 1}
     assert _by_name(job.output)["bad.mp4"]["attempts"] == 2
     assert qwen_ray.verify(job.output) == []
 
