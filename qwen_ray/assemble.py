@@ -33,6 +33,12 @@ class _Open:
     def is_complete(self) -> bool:
         return self.summary is not None and not self.missing()
 
+    def listed(self) -> tuple[Row, list[Row]]:
+        """The summary and the rows it lists; a saved row of a cut that this decode does not have is left out."""
+        assert self.summary is not None
+        ids = [item_id for name in ("clips", "chunks") for item_id, _, _ in self.summary.body[name]]
+        return self.summary, [self.items[item_id] for item_id in ids]
+
     def missing(self) -> list[tuple[Kind, str, int, float, float]]:
         """(kind, id, position, start, end) of what the summary lists and has not come."""
         assert self.summary is not None
@@ -61,7 +67,7 @@ class Assembler:
         self._open = {todo.source.video_id: _Open(todo) for todo in todos}
         self._complete: dict[str, _Open] = {}
         self._left_in_part = Counter(video.todo.part for video in self._open.values())
-        self.num_bytes = 0
+        self._bytes_in_part: Counter[str | None] = Counter()
 
     def add(self, row: Row) -> bool:
         """Take a row; False when it was not needed (its id is there already, or its video is not planned)."""
@@ -72,13 +78,17 @@ class Assembler:
             video.summary = row
         else:
             video.items[row.item_id] = row
-        size = len(str(row.body))
-        video.num_bytes += size
-        self.num_bytes += size
+        video.num_bytes += len(str(row.body))
         if video.is_complete:
             self._complete[row.video_id] = self._open.pop(row.video_id)
             self._left_in_part[video.todo.part] -= 1
+            self._bytes_in_part[video.todo.part] += video.num_bytes
         return True
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of what `take` would give."""
+        return sum(size for part, size in self._bytes_in_part.items() if part is None or not self._left_in_part[part])
 
     def take(self, *, everything: bool = False) -> list[Finished]:
         """Remove and return finished videos.
@@ -89,7 +99,7 @@ class Assembler:
         ready = [v for v in self._complete.values() if everything or self._is_ready(v.todo)]
         for video in ready:
             del self._complete[video.todo.source.video_id]
-            self.num_bytes -= video.num_bytes
+            self._bytes_in_part[video.todo.part] -= video.num_bytes
         return [self._finish(video) for video in ready]
 
     def unfinished(self) -> list[Todo]:
@@ -151,8 +161,7 @@ class Assembler:
         return todo.part is None or self._left_in_part[todo.part] == 0
 
     def _finish(self, video: _Open) -> Finished:
-        assert video.summary is not None
-        return finish(video.todo, video.summary, list(video.items.values()), self._identity)
+        return finish(video.todo, *video.listed(), self._identity)
 
 
 def _lost_rows(video: _Open) -> Iterator[Row]:

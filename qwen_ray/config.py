@@ -106,7 +106,7 @@ class CaptionConfig:
     """`auto`: bfloat16 on CUDA, float32 on CPU."""
     batch_size: int = speed(8)
     """Most clips in one model call."""
-    num_gpus: float = speed(1.0)
+    num_gpus: float = speed(0.7)
     """GPU share of each engine; ignored on a cluster without GPUs."""
     num_cpus: float = speed(1.0)
     """CPU cores of each engine, also its thread count, where there is no GPU."""
@@ -153,6 +153,9 @@ class SpeechConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "speech.model", self.model, "a directory, size, hub id or builtin:NAME")
+        code = self.language
+        is_code = code == "" or (code.isascii() and code.isalpha() and code.islower() and len(code) in (2, 3))
+        _check(is_code, "speech.language", code, "a code such as en, or empty to detect it")
         _check(self.beam_size >= 1, "speech.beam_size", self.beam_size, "1 or more")
         _check(0 < self.vad_threshold < 1, "speech.vad_threshold", self.vad_threshold, "between 0 and 1")
         _check(self.min_silence_s > 0, "speech.min_silence_s", self.min_silence_s, "more than 0 seconds")

@@ -54,9 +54,10 @@ class RowError(QwenRayError):
     def __init__(self, error_type: str, message: str) -> None:
         if error_type not in RETRYABLE:
             raise AssertionError(f"unknown error_type {error_type!r}; known: {', '.join(RETRYABLE)}")
-        super().__init__(error_type, message)
+        sound = message.encode("utf-8", "replace").decode()  # a file name may hold what no table can
+        super().__init__(error_type, sound)
         self.error_type = error_type
-        self.message = message
+        self.message = sound
 
     def __str__(self) -> str:
         return self.message
@@ -77,5 +78,9 @@ class ResourceError(RowError):
     """One request did not fit into memory or context; the engine has already tried with less beside it."""
 
 
+class RequestError(RowError):
+    """The engine failed on this one request, asked alone; its process is sound."""
+
+
 class EngineError(QwenRayError):
-    """The model process is broken; never caught per row."""
+    """The process of an engine is broken, or the pipeline stopped: never one row's fault, so never caught per row."""

@@ -27,8 +27,11 @@ from qwen_ray.stages.transcribe import TranscribeStage
 
 CALLS_IN_FLIGHT = 2
 """Engine batches' worth of rows handed to an engine at once, so that the next batch is there when one is answered."""
-MAX_RETRIES = 2
-"""Times that an actor is restarted, and that a task is run again after its actor died."""
+MAX_TASK_RETRIES = 2
+"""Times that a row is run again after its actor died; the actors themselves are restarted as often as it takes."""
+LOST_SHARE = 0.01
+"""Share of the inputs, at least `LEAST_LOST`, whose rows may get lost in a pass before the run stops."""
+LEAST_LOST = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,17 +52,29 @@ class Pools:
     speech: Pool | None
 
 
-def build(todos: Sequence[Mapping[str, Any]], config: JobConfig, models: Mapping[str, Model], pools: Pools) -> Dataset:
-    """The pipeline over rows of schema `decode.TODO`; nothing runs until it is iterated."""
+def build(
+    todos: Sequence[Mapping[str, Any]],
+    config: JobConfig,
+    models: Mapping[str, Model],
+    pools: Pools,
+    *,
+    careful: bool = False,
+) -> Dataset:
+    """The pipeline over rows of schema `decode.TODO`; nothing runs until it is iterated.
+
+    When an engine's process dies, all rows in it are run again, and after `MAX_TASK_RETRIES` lost together. With
+    `careful` an engine holds one row at a time, so that a row which kills it takes no other along.
+    """
     blocks = _blocks(todos, pools.decode.size)
     rows = ray.data.from_arrow(blocks)
     rows = _stage(rows, DecodeStage, (config,), replace(pools.decode, size=min(pools.decode.size, len(blocks))))
     if config.caption is not None and pools.caption is not None:
-        calls = config.caption.batch_size * CALLS_IN_FLIGHT
+        calls = 1 if careful else config.caption.batch_size * CALLS_IN_FLIGHT
         arguments = (config.caption, models["caption"])
         rows = _stage(rows, CaptionStage, arguments, pools.caption, calls=calls)
     if config.speech is not None and pools.speech is not None:
-        rows = _stage(rows, TranscribeStage, (config.speech, models["speech"]), pools.speech, calls=CALLS_IN_FLIGHT)
+        calls = 1 if careful else CALLS_IN_FLIGHT
+        rows = _stage(rows, TranscribeStage, (config.speech, models["speech"]), pools.speech, calls=calls)
     return rows
 
 
@@ -88,8 +103,8 @@ def _map(rows: Dataset, stage: type, arguments: tuple[Any, ...], pool: Pool, cal
         compute=ActorPoolStrategy(size=pool.size, **(threads if engine else {})),
         num_cpus=pool.num_cpus,
         num_gpus=pool.num_gpus,
-        max_restarts=MAX_RETRIES,
-        max_task_retries=MAX_RETRIES,
+        max_restarts=-1,
+        max_task_retries=MAX_TASK_RETRIES,
     )
 
 
@@ -100,7 +115,7 @@ def _blocks(todos: Sequence[Mapping[str, Any]], num_decoders: int) -> list[pa.Ta
     return [table.slice(start, size) for start in range(0, len(todos), size)]
 
 
-def configure(config: JobConfig, pools: Pools, object_store_bytes: float) -> None:
+def configure(config: JobConfig, pools: Pools, object_store_bytes: float, num_todos: int) -> None:
     """Set Ray Data up for large rows: one row a block, a bound on bytes in flight, errors instead of endless waits."""
     context = DataContext.get_current()
     context.target_max_block_size = 1 << 20  # a clip is larger, so each is a block of its own and leaves alone
@@ -110,6 +125,7 @@ def configure(config: JobConfig, pools: Pools, object_store_bytes: float) -> Non
         object_store_memory=min(_bytes_in_flight(config, pools), 0.4 * object_store_bytes)
     )
     context.actor_init_retry_on_errors = True
+    context.max_errored_blocks = max(LEAST_LOST, int(LOST_SHARE * num_todos))  # their rows are missed, and run again
     context.wait_for_min_actors_s = 600
     context.enable_progress_bars = False
     context.print_on_execution_start = False
@@ -157,15 +173,20 @@ def _engine_pool(
 
 
 def _check_gpus(caption: Pool | None, speech: Pool | None, num_gpus: float) -> None:
+    """Place every engine on a GPU, as Ray must: shares that fit by their sum need not fit card by card."""
     pools = {name: pool for name, pool in (("caption", caption), ("speech", speech)) if pool and pool.num_gpus}
-    needed = sum(pool.size * pool.num_gpus for pool in pools.values())
-    if needed > num_gpus + 1e-9:
-        asked = " + ".join(f"{name} {pool.size} x {pool.num_gpus:g}" for name, pool in pools.items())
-        settings = ", ".join(f"{name}.num_gpus" for name in pools)
-        raise ConfigError(
-            f"{settings}: the engines ask for {needed:g} GPUs ({asked}) and the cluster has {num_gpus:g}; "
-            "lower the shares or the replicas, or add GPUs"
-        )
+    left = [1.0] * int(num_gpus)
+    for share in sorted((pool.num_gpus for pool in pools.values() for _ in range(pool.size)), reverse=True):
+        home = next((card for card, free in enumerate(left) if free >= share - 1e-9), None)
+        if home is None:
+            asked = " + ".join(f"{name} {pool.size} x {pool.num_gpus:g}" for name, pool in pools.items())
+            settings = ", ".join(f"{name}.num_gpus" for name in pools)
+            needed = sum(pool.size * pool.num_gpus for pool in pools.values())
+            raise ConfigError(
+                f"{settings}: the engines ask for {needed:g} GPUs ({asked}), which do not fit on the cluster's "
+                f"{num_gpus:g}; lower the shares or the replicas, or add GPUs"
+            )
+        left[home] -= share
 
 
 def _fit_cpus(config: JobConfig, caption: Pool | None, speech: Pool | None, num_cpus: float) -> Pools:

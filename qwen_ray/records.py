@@ -9,11 +9,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from qwen_ray.errors import RETRYABLE
 from qwen_ray.io.ledger import Fingerprints, Todo
 from qwen_ray.schema import CLIPS, VIDEOS, span_id
 from qwen_ray.stages.rows import Row
 
 CAPTION_COLUMNS = ("caption_status", "num_clips", "decode_fingerprint", "caption_fingerprint")
+FACT_COLUMNS = (
+    *("duration_s", "width", "height", "rotation_deg", "sar", "codec", "avg_fps", "num_frames", "tracks"),
+    *("has_audio", "audio_offset_s", "start_offset_s"),
+)
 SPEECH_COLUMNS = ("speech_status", "num_segments", "language", "transcript", "speech_fingerprint")
 """Columns of `videos` that belong to one component, kept from the old row when only the other is done again."""
 
@@ -38,20 +43,20 @@ class Finished:
 
 def finish(todo: Todo, summary: Row, items: Sequence[Row], identity: Identity) -> Finished:
     """The rows of one input from its summary and all of its clips and chunks."""
-    clips = clip_rows([row for row in items if row.kind == "clip"], identity)
+    clips = clip_rows([row for row in items if row.kind == "clip"], todo.attempts + 1, identity)
     chunks = sorted((row for row in items if row.kind == "speech"), key=lambda row: float(row.body["start_s"]))
     info = summary.body["info"]
     segments = segment_rows(todo.source.video_id, chunks, info["duration_s"] if info else 0.0, identity)
     return Finished(todo, video_row(todo, summary, clips, chunks, segments, identity), clips, segments)
 
 
-def clip_rows(rows: Sequence[Row], identity: Identity) -> list[dict[str, Any]]:
+def clip_rows(rows: Sequence[Row], attempts: int, identity: Identity) -> list[dict[str, Any]]:
     """Rows of `clips`, in order of time."""
     stamp = {
         "decode_fingerprint": identity.fingerprints.decode,
         "caption_fingerprint": identity.fingerprints.caption,
         "run_id": identity.run_id,
-        "attempts": 1,
+        "attempts": attempts,
     }
     columns = set(CLIPS.names)
     ordered = sorted(rows, key=lambda row: int(row.body["clip_index"]))
@@ -114,8 +119,8 @@ def video_row(
     source, body = todo.source, summary.body
     info: dict[str, Any] = body["info"] or {}
     caption = caption_status(todo.want_caption, info, clips)
-    speech = speech_status(todo.want_speech, info, body["audio_error"], chunks, segments)
-    error_type, error_message = _first_error(body, clips, segments)
+    speech = speech_status(todo.want_speech, info, body["error"] or body["audio_error"], chunks, segments)
+    error_type, error_message = _error_of(body, clips, segments)
     spoken = [segment for segment in segments if segment["status"] == "ok"]
     return {
         **{name: info[name] for name in VIDEOS.names if name in info and name != "tracks"},
@@ -155,19 +160,19 @@ def caption_status(wanted: bool, info: dict[str, Any], clips: Sequence[dict[str,
 def speech_status(
     wanted: bool,
     info: dict[str, Any],
-    audio_error: Any,
+    error: Any,
     chunks: Sequence[Row],
     segments: Sequence[dict[str, Any]],
 ) -> str:
-    """One of `schema.SPEECH_STATUSES`."""
+    """One of `schema.SPEECH_STATUSES`; `error` is what kept the sound from being read to its end, if anything did."""
     if not wanted:
         return "skipped"
     if info and not info["has_audio"]:
         return "no_audio"
     if not chunks:
-        return "no_speech" if info and not audio_error else "failed"
+        return "no_speech" if info and not error else "failed"
     status = _status_of_pieces([chunk.body.get("status", "ok") for chunk in chunks])
-    if status == "ok" and audio_error:
+    if status == "ok" and error:
         return "partial"
     return "no_speech" if status == "ok" and not segments else status
 
@@ -190,16 +195,14 @@ def status_of(caption: str, speech: str, *, damaged: bool) -> str:
     return "partial" if produced or harmless else "failed"
 
 
-def _first_error(
+def _error_of(
     body: dict[str, Any], clips: Sequence[dict[str, Any]], segments: Sequence[dict[str, Any]]
 ) -> tuple[str | None, str | None]:
-    for error in (body["error"], body["audio_error"]):
-        if error:
-            return error[0], error[1]
-    for piece in (*clips, *segments):
-        if piece["status"] == "failed":
-            return piece["error_type"], piece["error_message"]
-    return None, None
+    """The first error that may pass, or else the first: on it depends whether the video is tried again."""
+    errors = [(error[0], error[1]) for error in (body["error"], body["audio_error"]) if error]
+    errors += [(p["error_type"], p["error_message"]) for p in (*clips, *segments) if p["status"] == "failed"]
+    passing = [error for error in errors if RETRYABLE[error[0]]]
+    return next(iter(passing + errors), (None, None))
 
 
 def _language(spoken: Sequence[dict[str, Any]]) -> str | None:
@@ -211,10 +214,22 @@ def _language(spoken: Sequence[dict[str, Any]]) -> str | None:
 
 
 def merge(old: dict[str, Any], new: dict[str, Any], *, keep_caption: bool, keep_speech: bool) -> dict[str, Any]:
-    """The `videos` row after one component was done again: the kept one's columns stay as they were."""
+    """The `videos` row after one component was done again: the kept one's columns stay as they were.
+
+    So do the facts of the file where it could not be opened this time, and the word that it is damaged: it is the same
+    version of it.
+    """
     kept = (CAPTION_COLUMNS if keep_caption else ()) + (SPEECH_COLUMNS if keep_speech else ())
+    kept += FACT_COLUMNS if new["duration_s"] is None else ()
     merged = new | {name: old[name] for name in kept}
-    merged["status"] = status_of(merged["caption_status"], merged["speech_status"], damaged=new["status"] == "partial")
+    damaged = _is_damaged(old) or _is_damaged(new)
+    merged["status"] = status_of(merged["caption_status"], merged["speech_status"], damaged=damaged)
     if merged["status"] != "ok" and merged["error_type"] is None:  # the trouble lies in the component that is kept
         merged |= {name: old[name] for name in ("error_type", "error_message")}
     return merged
+
+
+def _is_damaged(video: dict[str, Any]) -> bool:
+    """Whether a row is `partial` though neither component had trouble."""
+    troubled = {video["caption_status"], video["speech_status"]} & {"partial", "failed"}
+    return video["status"] == "partial" and not troubled

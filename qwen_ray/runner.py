@@ -159,7 +159,8 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry: bool
         planned = plan_run(recipe, storage, retry_all=retry)
         report = _new_report(recipe, planned, identity)
         folder = RunFolder(storage, identity)
-        log.commit(list(mark_changes(storage, planned, datetime.now(UTC))))
+        for change in mark_changes(storage, planned, datetime.now(UTC)):
+            log.commit([change])
         if planned.todo:
             output = _Output(storage, lease, log, folder)
             _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
@@ -204,9 +205,9 @@ class _Execution:
             with connected(self._recipe.config.address) as resources:
                 pipeline.plan_pools(self._recipe.config, resources)  # refuses before anything is written
                 self._output.folder.start(self._recipe.config)
-                for _ in range(PASSES):
+                for nth in range(PASSES):
                     if assembler.unfinished():
-                        self._one_pass(assembler, resources)
+                        self._one_pass(assembler, resources, careful=nth > 0)
             assembler.give_up()
         except LeaseLostError:
             raise  # the output belongs to another run: not one more write
@@ -217,15 +218,15 @@ class _Execution:
         self._phase("committing")
         self._committer.commit(assembler, everything=True)
 
-    def _one_pass(self, assembler: Assembler, resources: Mapping[str, float]) -> None:
+    def _one_pass(self, assembler: Assembler, resources: Mapping[str, float], *, careful: bool) -> None:
         from qwen_ray import pipeline
 
         todos = assembler.unfinished()
         config = _only_wanted(self._recipe.config, todos)
         pools = pipeline.plan_pools(config, resources)
-        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30))
+        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(todos))
         rows = [todo_row(todo, *assembler.done_items(todo.source.video_id)) for todo in todos]
-        dataset = pipeline.build(rows, config, self._recipe.models, pools)
+        dataset = pipeline.build(rows, config, self._recipe.models, pools, careful=careful)
         self._phase("loading models")
         for table in _with_ticks(pipeline.execute(dataset)):
             for row in read_rows(table) if table is not None else ():
@@ -249,16 +250,32 @@ class _Execution:
 def _with_ticks(tables: Iterator[pa.Table]) -> Iterator[pa.Table | None]:
     """The same tables, and None whenever none came for `TICK_S`, so that the clock is looked at even then."""
     arrived: queue.Queue[pa.Table | BaseException | None] = queue.Queue(maxsize=256)
+    over = threading.Event()
+
+    def hand_over(item: pa.Table | BaseException | None) -> None:
+        while not over.is_set():
+            with suppress(queue.Full):
+                arrived.put(item, timeout=TICK_S)
+                break
 
     def pull() -> None:
         try:
             for table in tables:
-                arrived.put(table)
-            arrived.put(None)
+                hand_over(table)
+                if over.is_set():
+                    return
+            hand_over(None)
         except BaseException as error:  # noqa: BLE001  handed to the caller's thread
-            arrived.put(error)
+            hand_over(error)
 
     threading.Thread(target=pull, name="rows", daemon=True).start()
+    try:
+        yield from _arriving(arrived)
+    finally:
+        over.set()
+
+
+def _arriving(arrived: queue.Queue[pa.Table | BaseException | None]) -> Iterator[pa.Table | None]:
     while True:
         try:
             got = arrived.get(timeout=TICK_S)

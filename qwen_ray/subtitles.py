@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,10 @@ def write_subtitles(storage: Storage, directory: Path) -> list[Path]:
     by_video = _segments(storage)
     spoken = [video for video in videos if video["speech_status"] in ("ok", "partial", "no_speech")]
     names = [_stem(video["uri"]) for video in spoken]
+    taken = Counter(name.casefold() for name in names)  # some disks do not tell case apart
     paths = []
     for video, name in zip(spoken, names, strict=True):
-        unique = name if names.count(name) == 1 else f"{name}.{video['video_id'][:8]}"
+        unique = name if taken[name.casefold()] == 1 else f"{name}.{video['video_id'][:8]}"
         path = directory / f"{unique}.srt"
         path.write_text(_subtitles(by_video.get(video["video_id"], [])), encoding="utf-8")
         paths.append(path)

@@ -15,7 +15,7 @@ def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) ->
     if config.engine == "fake":
         from qwen_ray.engines.fake import FakeCaptionEngine
 
-        return FakeCaptionEngine()
+        return FakeCaptionEngine(config.model)
     from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
 
     return QwenVLEngine(config, model, cuda=cuda)

@@ -7,6 +7,7 @@ led to clip k's row.
 from __future__ import annotations
 
 import hashlib
+import os
 from concurrent.futures import Future
 
 import numpy as np
@@ -16,12 +17,17 @@ from qwen_ray.engines.protocol import Caption, CaptionRequest, Segment
 
 
 class FakeCaptionEngine:
-    """Describes the request instead of the picture."""
+    """Describes the request instead of the picture; with `model` = `deadly:CLIP_ID` its process dies of that clip."""
 
     precision = "none"
 
+    def __init__(self, model: str = "") -> None:
+        self._deadly = model.removeprefix("deadly:") if model.startswith("deadly:") else None
+
     def submit(self, request: CaptionRequest) -> Future[Caption]:
         """Answer at once."""
+        if request.clip_id == self._deadly:
+            os._exit(1)
         frames_THWC = request.frames_THWC
         num_frames, height, width, _ = frames_THWC.shape
         digest = hashlib.blake2b(np.ascontiguousarray(frames_THWC).tobytes(), digest_size=4).hexdigest()

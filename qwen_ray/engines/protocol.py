@@ -1,4 +1,4 @@
-"""What a caption engine and a speech engine are to the rest of the product: three values each and one call.
+"""What a caption engine and a speech engine are to the rest of the product: a few values and two methods each.
 
 A stage only knows these protocols, so an engine can be replaced by configuration. Engines are thread-safe: a stage
 calls from many threads, and the engine makes its own batches of what is waiting.
@@ -51,12 +51,14 @@ class CaptionEngine(Protocol):
     precision: str
 
     def submit(self, request: CaptionRequest) -> Future[Caption]:
-        """Queue one request. The future raises ResourceError (it does not fit) or EngineError (the model failed on
-        it).
+        """Queue one request.
+
+        The future raises ResourceError (it does not fit), RequestError (the model failed on it), or EngineError (the
+        process is broken, and so is every other request).
         """
 
     def close(self) -> None:
-        """Stop the engine's threads and free its memory. Requests still waiting are cancelled."""
+        """Answer what is waiting, then stop the engine's threads. Nothing may be submitted afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,7 @@ class SpeechEngine(Protocol):
     precision: str
 
     def transcribe(self, pcm: npt.NDArray[np.int16]) -> list[Segment]:
-        """Segments of 16 kHz mono int16 samples, in order. Raises ResourceError or EngineError."""
+        """Segments of 16 kHz mono int16 samples, in order. Raises ResourceError, RequestError or EngineError."""
 
     def close(self) -> None:
         """Free the model."""

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from qwen_ray.config import SpeechConfig
 from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Segment, Word
-from qwen_ray.errors import EngineError, ResourceError
+from qwen_ray.errors import EngineError, RequestError, ResourceError
 
 MAX_COMPRESSION_RATIO = 2.4
 """Text that gzip shrinks by more than this repeats itself; the value is Whisper's own (`transcribe.py`, OpenAI)."""
@@ -41,9 +41,6 @@ class WhisperEngine:
 
     def transcribe(self, pcm: npt.NDArray[np.int16]) -> list[Segment]:
         """See `SpeechEngine.transcribe`."""
-        import ctranslate2
-
-        ctranslate2.set_random_seed(0)  # the temperature fallback samples; the same chunk must give the same text
         try:
             segments, info = self._model.transcribe(
                 pcm.astype(np.float32) / 32768.0,
@@ -52,12 +49,18 @@ class WhisperEngine:
                 word_timestamps=True,
                 vad_filter=False,
                 condition_on_previous_text=False,
+                # No fallback to sampling: CTranslate2's seed does not reach its worker threads, and the same chunk
+                # must give the same text when it is done again. Doubtful segments are flagged instead.
+                temperature=0.0,
             )
             return [_segment(found, info.language) for found in segments]
-        except RuntimeError as error:  # CTranslate2 raises nothing more precise
+        except (RuntimeError, ValueError) as error:  # CTranslate2 raises nothing more precise
             if "out of memory" in str(error):
                 raise ResourceError("out_of_memory", f"Whisper: {error}") from error
-            raise EngineError(f"Whisper failed on a chunk of {len(pcm) / 16_000:.1f} s: {error}") from error
+            if "CUDA" in str(error) or "cuBLAS" in str(error):
+                raise EngineError(f"Whisper's process has lost its GPU: {error}") from error
+            what = f"Whisper failed on a chunk of {len(pcm) / 16_000:.1f} s: {error}"
+            raise RequestError("engine_crashed", what) from error
 
     def close(self) -> None:
         """Free the model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ from qwen_ray.config import CaptionConfig
 from qwen_ray.engines.build import caption_engine
 from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import CaptionRequest
-from qwen_ray.errors import EngineError, ResourceError
+from qwen_ray.errors import EngineError, RowError
 from qwen_ray.prompts import prompt_hash
 from qwen_ray.stages.rows import Row, read_rows
 
@@ -43,10 +44,10 @@ class CaptionStage:
         }
         try:
             caption = self._engine.submit(request).result()
-        except ResourceError as error:
+        except RowError as error:
             return columns | {"status": "failed", "error_type": error.error_type, "error_message": error.message}
-        except EngineError as error:
-            return columns | {"status": "failed", "error_type": "engine_crashed", "error_message": str(error)}
+        except EngineError:
+            os._exit(1)  # the process is broken: Ray starts another and runs the rows in flight again
         return columns | {
             "caption": caption.text,
             "finish_reason": caption.finish_reason,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from typing import Any
 
@@ -11,7 +12,7 @@ from qwen_ray.config import SpeechConfig
 from qwen_ray.engines.build import speech_engine
 from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Segment
-from qwen_ray.errors import EngineError, ResourceError
+from qwen_ray.errors import EngineError, RowError
 from qwen_ray.stages.rows import Row, read_rows
 
 
@@ -34,10 +35,10 @@ class TranscribeStage:
         columns = {"model": self._config.model, "model_revision": self._model.revision}
         try:
             found = self._engine.transcribe(row.pcm)
-        except ResourceError as error:
+        except RowError as error:
             return columns | {"status": "failed", "error_type": error.error_type, "error_message": error.message}
-        except EngineError as error:
-            return columns | {"status": "failed", "error_type": "engine_crashed", "error_message": str(error)}
+        except EngineError:
+            os._exit(1)  # the process is broken: Ray starts another and runs the rows in flight again
         return columns | {"segments": [_on_axis(s, row.body["start_s"], row.body["end_s"]) for s in found]}
 
 

@@ -14,7 +14,8 @@ import pytest
 
 import qwen_ray
 from qwen_ray.errors import LeaseHeldError
-from qwen_ray.io.storage import file_name
+from qwen_ray.io.storage import canonical_uri, file_name
+from qwen_ray.schema import span_id, video_id_of
 from tests.media import encode, ffmpeg, x264
 from tests.s3 import S3Server, s3_server  # noqa: F401
 from tests.tables import content, rows
@@ -231,6 +232,33 @@ def test_metadata_of_a_manifest_is_carried(ray_address, clips_folder, tmp_path):
     found = _by_name(job.output)
     assert json.loads(found["a.mp4"]["metadata"]) == {"title": "Первый"}
     assert (found["gone.mp4"]["status"], found["gone.mp4"]["error_type"]) == ("failed", "not_found")
+
+
+def test_hostile_text_in_a_manifest_costs_nothing_but_its_row(ray_address, clips_folder, tmp_path):
+    manifest = tmp_path / "list.jsonl"
+    lines = [
+        '{"uri": "in/a.mp4", "title": "cut \\ud83d"}',
+        '{"uri": "in/b\\u0000.mp4"}',
+        f'{{"uri": "in/{"x" * 300}"}}',
+    ]
+    manifest.write_text("\n".join(lines))
+    job = qwen_ray.configure(str(manifest), str(tmp_path / "out"), preset="tiny", set=FAKE)
+    assert qwen_ray.run(job).videos == {"ok": 1, "failed": 2}
+    assert json.loads(_by_name(job.output)["a.mp4"]["metadata"]) == {"title": "cut ?"}
+    assert qwen_ray.verify(job.output) == []
+
+
+def test_a_clip_that_kills_its_engine_costs_one_row(ray_address, clips_folder, tmp_path):
+    uri = canonical_uri(str(clips_folder / "b.mp4"))
+    deadly = span_id("clip", video_id_of(uri), 1.0, 2.0)
+    settings = [*FAKE, "speech=null", f"caption.model=deadly:{deadly}"]
+    job = qwen_ray.configure(str(clips_folder), str(tmp_path / "out"), preset="tiny", set=settings)
+    report = qwen_ray.run(job)
+    assert report.clips == {"ok": 7, "failed": 1}
+    failed = [clip for clip in rows(job.output, "clips") if clip["status"] == "failed"]
+    assert [(clip["clip_id"], clip["error_type"]) for clip in failed] == [(deadly, "lost")]
+    assert _by_name(job.output)["b.mp4"]["status"] == "partial"
+    assert qwen_ray.verify(job.output) == []
 
 
 def test_an_output_in_use_is_refused(ray_address, clips_folder, tmp_path):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from qwen_ray.assemble import Assembler
 from qwen_ray.io.ledger import Fingerprints, Todo
 from qwen_ray.io.source import Source
-from qwen_ray.records import Identity
+from qwen_ray.records import Identity, merge
 from qwen_ray.schema import span_id
 from qwen_ray.stages.rows import Row
 
@@ -152,6 +152,8 @@ FAILED = {"status": "failed", "error_type": "engine_crashed", "error_message": "
         ([_clip("a", 0, **FAILED)], [_speech("a", 1, 2, **FAILED)], {}, ("failed", "failed", "failed")),
         ([_clip("a", 0)], [], {"audio_error": ("no_samples", "no")}, ("partial", "ok", "failed")),
         ([_clip("a", 0)], [_speech("a", 1, 2)], {"damaged": True}, ("partial", "ok", "ok")),
+        ([_clip("a", 0)], [], {"error": ("decode_timeout", "no")}, ("partial", "ok", "failed")),
+        ([_clip("a", 0)], [_speech("a", 1, 2)], {"error": ("decode_timeout", "no")}, ("partial", "ok", "partial")),
         ([], [_speech("a", 1, 2, **FAILED)], {"info": NO_VIDEO}, ("failed", "no_video", "failed")),
     ],
 )
@@ -175,3 +177,66 @@ def test_times_of_speech_stay_on_the_videos_axis():
     assert (one.segments[3]["words"][0]["start_s"], one.segments[3]["words"][0]["end_s"]) == (30.0, 30.0)
     assert len({row["segment_id"] for row in one.segments}) == 4
     assert one.video["transcript"] == "early early across late"
+
+
+def test_an_error_that_may_pass_decides_whether_the_video_is_tried_again():
+    broken = _clip("a", 0, **FAILED)  # engine_crashed, which may pass
+    rows = [broken, _summary("a", [broken], [], audio_error=("no_samples", "never will"))]
+    (one,) = _assembled(rows, names="a").take()
+    assert one.video["error_type"] == "engine_crashed"
+
+
+def test_rows_that_the_summary_does_not_list_are_left_out():
+    stale, kept = _speech("a", 8.001, 9.0), _speech("a", 8.0, 9.0)
+    (one,) = _assembled([stale, kept, _summary("a", [], [kept], info=NO_VIDEO)], names="a").take()
+    assert one.video["transcript"] == "said at 8.0"
+    (two,) = _assembled([kept, _summary("a", info=None, error=("storage", "no"))], names="a").take()
+    assert (two.video["speech_status"], two.segments) == ("failed", [])
+
+
+def test_only_what_a_commit_would_release_counts_towards_its_size():
+    assembler = Assembler([_todo("a", part="part-1"), _todo("b", part="part-1"), _todo("c")], IDENTITY)
+    for row in (*_rows_of("a"), *_rows_of("b")[:-1]):
+        assembler.add(row)
+    assert assembler.num_bytes == 0
+    for row in _rows_of("c"):
+        assembler.add(row)
+    with_new = assembler.num_bytes
+    assert with_new > 0
+    assembler.add(_rows_of("b")[-1])
+    assert assembler.num_bytes > 2 * with_new
+    assembler.take()
+    assert assembler.num_bytes == 0
+
+
+def _video(**more):
+    rows = [_clip("a", 0), _speech("a", 1.0, 2.0)]
+    (one,) = _assembled([*rows, _summary("a", rows[:1], rows[1:])], names="a").take()
+    return one.video | more
+
+
+def test_a_component_that_is_kept_keeps_its_columns():
+    new = _video(caption_status="ok", num_clips=9, speech_status="skipped", num_segments=0, transcript=None)
+    merged = merge(_video(), new, keep_caption=False, keep_speech=True)
+    assert (merged["num_clips"], merged["num_segments"], merged["transcript"]) == (9, 1, "said at 1.0")
+    assert (merged["status"], merged["speech_status"]) == ("ok", "ok")
+
+
+def test_a_kept_components_trouble_stays_told():
+    old = _video(status="partial", speech_status="failed", error_type="engine_crashed", error_message="no")
+    merged = merge(old, _video(speech_status="skipped"), keep_caption=False, keep_speech=True)
+    assert (merged["status"], merged["error_type"]) == ("partial", "engine_crashed")
+
+
+def test_a_redo_that_cannot_open_the_file_loses_no_facts():
+    facts = ("duration_s", "width", "height", "codec", "num_frames", "tracks")
+    nothing = dict.fromkeys(facts)
+    new = _video(**nothing, status="failed", caption_status="failed", speech_status="skipped", error_type="storage")
+    merged = merge(_video(), new, keep_caption=False, keep_speech=True)
+    assert {name: merged[name] for name in facts} == {name: _video()[name] for name in facts}
+    assert (merged["status"], merged["error_type"]) == ("partial", "storage")
+
+
+def test_damage_outlives_a_redo_of_one_component():
+    merged = merge(_video(status="partial"), _video(caption_status="skipped"), keep_caption=True, keep_speech=False)
+    assert merged["status"] == "partial"

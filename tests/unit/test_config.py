@@ -17,6 +17,21 @@ def test_set_overrides_one_value_and_no_other():
     assert job.caption.model == "builtin:tiny-qwen2.5-vl"
 
 
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("caption.prompt=Say: one: two # three", "Say: one: two # three"),
+        ("caption.prompt=[x", "[x"),
+        ("caption.prompt=*all*", "*all*"),
+        ("speech.language=no", "no"),
+        ("speech.language=", ""),
+    ],
+)
+def test_text_is_taken_as_it_is_typed(assignment, value):
+    component, _, name = assignment.partition("=")[0].partition(".")
+    assert getattr(getattr(set_paths(preset("tiny"), [assignment]), component), name) == value
+
+
 def test_a_component_that_was_off_is_switched_on_by_setting_one_of_its_values():
     off = set_paths(preset("tiny"), ["speech=null"])
     assert set_paths(off, ["speech.language=de"]).speech.language == "de"
@@ -33,6 +48,9 @@ def test_a_component_that_was_off_is_switched_on_by_setting_one_of_its_values():
         ("max_failed_fraction=2", ["max_failed_fraction = 2", "0 to 1"]),
         ("caption.engine=gpt", ["caption.engine", "'gpt'", "qwen_vl"]),
         ("limit", ["'limit'", "path=value"]),
+        ("decode=[x", ["decode=[x"]),
+        ("decode.window_s=.inf", ["decode.window_s = inf"]),
+        ("speech.language=English", ["'English'", "code"]),
     ],
 )
 def test_a_wrong_value_is_named_with_what_is_allowed(assignment, words):

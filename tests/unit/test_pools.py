@@ -2,7 +2,7 @@
 
 import pytest
 
-from qwen_ray.config import preset, set_paths
+from qwen_ray.config import PRESETS, JobConfig, preset, set_paths
 from qwen_ray.errors import ConfigError
 from qwen_ray.pipeline import plan_pools
 
@@ -31,6 +31,12 @@ def test_every_gpu_holds_one_pair_of_engines(num_gpus, engines):
     assert pools.decode.size * pools.decode.num_cpus >= 0.5 * 16 * num_gpus
 
 
+@pytest.mark.parametrize("num_gpus", [1, 4, 8])
+@pytest.mark.parametrize("job", [JobConfig(), *(make() for make in PRESETS.values())], ids=["default", *PRESETS])
+def test_defaults_fit_on_any_number_of_gpus(job, num_gpus):
+    assert plan_pools(job, {"CPU": 16 * num_gpus, "GPU": num_gpus}).caption.size >= num_gpus
+
+
 def test_small_shares_put_several_pairs_on_a_gpu():
     pools = plan_pools(_job("caption.num_gpus=0.25", "speech.num_gpus=0.25"), {"CPU": 16, "GPU": 1})
     assert (pools.caption.size, pools.speech.size) == (2, 2)
@@ -41,6 +47,11 @@ def test_small_shares_put_several_pairs_on_a_gpu():
     [
         (["caption.num_gpus=0.9"], {"CPU": 8, "GPU": 1}, ["caption.num_gpus", "1.15", "1"]),
         (["caption.replicas=3"], {"CPU": 8, "GPU": 2}, ["caption 3 x 0.7", "2"]),
+        (
+            ["caption.replicas=3", "caption.num_gpus=0.6", "speech=null"],
+            {"CPU": 8, "GPU": 2},
+            ["caption 3 x 0.6", "fit"],
+        ),
         (["decode.replicas=100"], {"CPU": 8}, ["decode 100 x 1", "8"]),
         ([], {}, ["no CPU"]),
     ],

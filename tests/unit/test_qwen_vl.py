@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import re
 import shutil
 
 import numpy as np
@@ -13,7 +14,7 @@ from qwen_ray.config import preset
 from qwen_ray.engines import build
 from qwen_ray.engines.models import resolve
 from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
-from qwen_ray.errors import ConfigError, EngineError, ResourceError
+from qwen_ray.errors import ConfigError, RequestError, ResourceError
 from tests.scenes import filmed, request
 
 TINY = preset("tiny").caption
@@ -117,19 +118,21 @@ def test_a_caption_cut_short_says_so(scenes):
     engine.close()
 
 
-def test_a_request_that_is_too_long_is_refused_with_the_numbers(engine):
+def test_a_request_that_is_too_long_is_refused_with_the_numbers(engine, scenes):
+    (short, _), *_ = scenes  # 8 frames of 84x112
     frames_THWC = np.zeros((256, 560, 560, 3), np.uint8)
     with pytest.raises(ResourceError) as raised:
         engine.submit(request("long", frames_THWC, [0.1 * k for k in range(256)])).result()
     assert raised.value.error_type == "too_long"
-    assert str(128 * 20 * 20) in str(raised.value) or "51" in str(raised.value)
+    asked = int(re.search(r"(\d+) prompt tokens", str(raised.value))[1])
+    assert asked - 128 * 20 * 20 == engine.submit(short).result().num_prompt_tokens - 4 * 3 * 4
 
 
 def test_one_bad_request_fails_alone(engine, scenes):
     bad = request("bad", np.zeros((8, 30, 30, 3), np.uint8), [float(k) for k in range(8)])  # no multiple of 28
     good = [one for one, _ in scenes[:6]]
     answers = [engine.submit(one) for one in [*good[:3], bad, *good[3:]]]
-    with pytest.raises(EngineError, match="8x30x30x3"):
+    with pytest.raises(RequestError, match="8x30x30x3"):
         answers.pop(3).result()
     assert [answer.result().text for answer in answers] == [truth for _, truth in scenes[:6]]
 
@@ -141,7 +144,10 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     ]:
         with pytest.raises(ConfigError, match=words):
             build.resolve(dataclasses.replace(TINY, model=name))
+    with pytest.raises(ConfigError, match="no checkpoint"):
+        build.resolve(dataclasses.replace(TINY, model=str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="'llama'"):
         build.resolve(dataclasses.replace(TINY, model=str(tmp_path)))
 

@@ -31,7 +31,7 @@ from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Caption, CaptionRequest
 from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
 from qwen_ray.engines.qwen_vl.sampling import SeededSampling
-from qwen_ray.errors import EngineError, ResourceError
+from qwen_ray.errors import EngineError, RequestError, ResourceError, RowError
 from qwen_ray.prompts import messages
 
 VIDEO_PAD = "<|video_pad|>"
@@ -102,7 +102,9 @@ class QwenVLEngine:
 
     def _serve(self) -> None:
         while batch := self._next_batch():
-            self._answer(batch)
+            broken = self._answer(batch)
+            if broken is not None:
+                self._refuse(broken)
 
     def _next_batch(self) -> list[_Waiting]:
         batch: list[_Waiting] = []
@@ -117,21 +119,45 @@ class QwenVLEngine:
             batch.append(waiting)
         return batch
 
-    def _answer(self, batch: list[_Waiting]) -> None:
-        """Answer a batch; halve it when it fails, until the one request that cannot be answered stands alone."""
+    def _answer(self, batch: list[_Waiting]) -> EngineError | None:
+        """Answer a batch; halve it when it fails, until the one request that cannot be answered stands alone.
+
+        Returns the error that broke the process, if one did; all of the batch has been answered either way.
+        """
+        parts = [batch]
+        while parts:
+            part = parts.pop(0)
+            failure = self._try(part)
+            if failure is None:
+                continue
+            if _breaks_process(failure):
+                broken = EngineError(f"the model's process has lost its GPU: {failure}")
+                _fail([part, *parts], broken)
+                return broken
+            if len(part) == 1:
+                part[0].answer.set_exception(_as_row_error(failure, part[0]))
+                continue
+            log.warning("a batch of %d captions failed (%s); trying its halves", len(part), failure)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+            parts[:0] = [part[: len(part) // 2], part[len(part) // 2 :]]
+        return None
+
+    def _try(self, batch: list[_Waiting]) -> Exception | None:
+        """Answer a batch in one call, or return what went wrong, less the traceback that holds the call's tensors."""
         try:
             captions = self._generate(batch)
         except Exception as error:  # noqa: BLE001  whatever one request causes must not fail its neighbours
-            if len(batch) == 1:
-                batch[0].answer.set_exception(_as_row_error(error, batch[0]))
-                return
-            log.warning("a batch of %d captions failed (%s); trying its halves", len(batch), error)
-            torch.cuda.empty_cache()
-            self._answer(batch[: len(batch) // 2])
-            self._answer(batch[len(batch) // 2 :])
-            return
+            error.__context__ = error.__cause__ = None
+            return error.with_traceback(None)
         for waiting, caption in zip(batch, captions, strict=True):
             waiting.answer.set_result(caption)
+        return None
+
+    def _refuse(self, broken: EngineError) -> None:
+        """Answer everything from now on with the error that broke the process."""
+        while (waiting := self._queue.get()) is not None:
+            waiting.answer.set_exception(broken)
 
     def _generate(self, batch: list[_Waiting]) -> list[Caption]:
         inputs = self._inputs(batch)
@@ -196,10 +222,19 @@ def _generation(config: CaptionConfig, checkpoint: GenerationConfig) -> Generati
     )
 
 
-def _as_row_error(error: Exception, waiting: _Waiting) -> Exception:
+def _fail(parts: list[list[_Waiting]], error: Exception) -> None:
+    for waiting in (one for part in parts for one in part):
+        waiting.answer.set_exception(error)
+
+
+def _breaks_process(error: Exception) -> bool:
+    """Whether CUDA has failed in a way that every later call in this process repeats."""
+    fault = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, fault) or (isinstance(error, RuntimeError) and str(error).startswith("CUDA error"))
+
+
+def _as_row_error(error: Exception, waiting: _Waiting) -> RowError:
     shape = "x".join(str(n) for n in waiting.request.frames_THWC.shape)
     if isinstance(error, torch.OutOfMemoryError):
         return ResourceError("out_of_memory", f"a clip of {shape} does not fit into GPU memory even alone")
-    failure = EngineError(f"the model failed on a clip of {shape}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
+    return RequestError("engine_crashed", f"the model failed on a clip of {shape}: {type(error).__name__}: {error}")
