@@ -115,10 +115,14 @@ def _blocks(todos: Sequence[Mapping[str, Any]], num_decoders: int) -> list[pa.Ta
     return [table.slice(start, size) for start in range(0, len(todos), size)]
 
 
-def configure(config: JobConfig, pools: Pools, object_store_bytes: float, num_todos: int) -> None:
+def configure(
+    config: JobConfig, pools: Pools, object_store_bytes: float, num_todos: int, *, careful: bool = False
+) -> None:
     """Set Ray Data up for large rows: one row a block, a bound on bytes in flight, errors instead of endless waits."""
     context = DataContext.get_current()
-    context.target_max_block_size = 1 << 20  # a clip is larger, so each is a block of its own and leaves alone
+    # A clip of a real model is larger than 1 MiB, so each is a block of its own and leaves alone; with `careful` even
+    # the smallest row is, and what is lost with it is nothing else.
+    context.target_max_block_size = 1 << 10 if careful else 1 << 20
     # By default a decode task hands over 2 blocks per scheduling step, about 13 a second, and the engine starves.
     context._max_num_blocks_in_streaming_gen_buffer = 8
     context.execution_options.resource_limits = context.execution_options.resource_limits.copy(

@@ -224,7 +224,7 @@ class _Execution:
         todos = assembler.unfinished()
         config = _only_wanted(self._recipe.config, todos)
         pools = pipeline.plan_pools(config, resources)
-        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(todos))
+        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(todos), careful=careful)
         rows = [todo_row(todo, *assembler.done_items(todo.source.video_id)) for todo in todos]
         dataset = pipeline.build(rows, config, self._recipe.models, pools, careful=careful)
         self._phase("loading models")
