@@ -20,10 +20,14 @@ _PACKAGES = ("qwen-ray", "ray", "torch", "transformers", "av", "faster-whisper",
 
 @dataclass(slots=True)
 class RunReport:
-    """Counts of one run. `planned` is by reason (new, changed, ...), the others by status or error type."""
+    """Counts of one run. `planned` is by reason (new, changed, ...), the others by status or error type.
+
+    `finished` is False where the run was stopped or failed; the counts are then of what it committed.
+    """
 
     run_id: str
     output: str
+    finished: bool = False
     num_inputs: int = 0
     num_duplicates: int = 0
     num_vanished: int = 0
@@ -71,10 +75,12 @@ class RunFolder:
         self._storage = storage
         self._prefix = f"_runs/{identity.run_id}"
         self._identity = identity
+        self._started = False
         self._dead_letters: list[dict[str, Any]] = []
 
     def start(self, config: JobConfig) -> None:
         """Write what is known before the first row."""
+        self._started = True
         self._write("config.json", to_dict(config))
         self._write("versions.json", versions() | {"fingerprints": asdict(self._identity.fingerprints)})
 
@@ -87,7 +93,9 @@ class RunFolder:
                 self._dead_letters.append(letter | {"retryable": RETRYABLE.get(one.video["error_type"], False)})
 
     def finish(self, report: RunReport) -> None:
-        """Write the report and the dead letters."""
+        """Write the report and the dead letters, unless the run never started."""
+        if not self._started:
+            return
         lines = "".join(json.dumps(letter, ensure_ascii=False) + "\n" for letter in self._dead_letters)
         self._storage.write(f"{self._prefix}/dead_letters.jsonl", lines.encode())
         self._write("report.json", report.to_dict())

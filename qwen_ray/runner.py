@@ -92,6 +92,8 @@ def prepare(config: JobConfig, failed_in: Storage | None = None) -> Recipe:
         raise ConfigError("input and output: both are needed, such as: qwen-ray run ./videos ./out --preset tiny")
     components = {"caption": config.caption, "speech": config.speech}
     models = {name: build.resolve(part) for name, part in components.items() if part is not None}
+    if "caption" in models:
+        build.check(models["caption"], config)
     if failed_in is None:
         listing = list_sources(config.input, config.storage, config.limit)
     else:
@@ -161,14 +163,18 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry: bool
         folder = RunFolder(storage, identity)
         for change in mark_changes(storage, planned, datetime.now(UTC)):
             log.commit([change])
-        if planned.todo:
-            output = _Output(storage, lease, log, folder)
-            _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
-        else:
-            folder.start(config)
-        log.save_open(None)
-        report.elapsed_s = time.monotonic() - started
-        folder.finish(report)
+        try:
+            if planned.todo:
+                output = _Output(storage, lease, log, folder)
+                _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
+            else:
+                folder.start(config)
+            log.save_open(None)
+            report.finished = True
+        finally:
+            report.elapsed_s = time.monotonic() - started
+            if not lease.lost.is_set():
+                folder.finish(report)
     return report
 
 

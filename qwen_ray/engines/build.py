@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from qwen_ray.config import CaptionConfig, SpeechConfig
+from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines import models
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
+from qwen_ray.errors import ConfigError
 
 CAPTION_TYPES = ("qwen2_5_vl",)
 """`model_type` of the checkpoints that the `qwen_vl` engine runs."""
@@ -38,9 +39,19 @@ def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
         return models.Model("fake", "fake-1")
     if isinstance(component, SpeechConfig):
         return models.resolve(_whisper_repository(component.model))
-    model = models.resolve(component.model, component.revision)
-    models.check_type(model, CAPTION_TYPES)
-    return model
+    return models.resolve(component.model, component.revision)
+
+
+def check(model: models.Model, config: JobConfig) -> None:
+    """Raise ConfigError unless the caption model is one that the engine runs, on frames as they will be cut."""
+    if config.caption is None or config.caption.engine == "fake":
+        return
+    multiple = models.check_type(model, CAPTION_TYPES)
+    if config.decode.size_multiple != multiple:
+        raise ConfigError(
+            f"decode.size_multiple = {config.decode.size_multiple}: the patches of {config.caption.model!r} "
+            f"need {multiple}"
+        )
 
 
 def _whisper_repository(name: str) -> str:

@@ -52,15 +52,22 @@ def resolve(name: str, revision: str = "") -> Model:
     return Model(str(folder), _content_hash(folder))
 
 
-def check_type(model: Model, allowed: tuple[str, ...]) -> None:
-    """Raise ConfigError unless the checkpoint's `config.json` says one of the `allowed` model types."""
+def check_type(model: Model, allowed: tuple[str, ...]) -> int:
+    """What height and width of a frame must be multiples of: patch size times spatial merge, from `config.json`.
+
+    Raises:
+        ConfigError: the checkpoint is of none of the `allowed` types, or its `config.json` is not readable.
+    """
     path = Path(model.location) / "config.json" if model.is_local else _hub_file(model, "config.json")
     try:
-        found = json.loads(path.read_text()).get("model_type")
-    except (OSError, ValueError) as error:
+        values = json.loads(path.read_text())
+        found, vision = values.get("model_type"), values.get("vision_config") or {}
+        multiple = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"model {model.location!r}: config.json is not readable: {error}") from None
     if found not in allowed:
         raise ConfigError(f"model {model.location!r} is of type {found!r}; this engine runs {', '.join(allowed)}")
+    return multiple
 
 
 def _hub_file(model: Model, name: str) -> Path:

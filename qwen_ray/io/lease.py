@@ -47,6 +47,8 @@ class Holder:
     pid: int
     process_start: str
     heartbeat_at: float
+    ttl_s: float = 0.0
+    """Silence after which it wants to be taken for dead."""
     next_seq: int = 0
     """The record that may be on its way; 0 for none yet."""
     released: bool = False
@@ -98,12 +100,12 @@ class Lease:
     def _take(cls, storage: Storage, run_id: str, ttl_s: float) -> Lease:
         found = read_lease(storage)
         if found is None:
-            state = _new_holder(run_id, 1, ())
+            state = _new_holder(run_id, 1, (), ttl_s)
             return cls(storage, state, storage.write_new(LEASE, _encode(state)), ttl_s)
         old, etag = found
         _check_free(storage, old, ttl_s)
         fences = old.fences if old.settled or not old.next_seq else (*old.fences, (old.epoch, old.next_seq))
-        state = _new_holder(run_id, old.epoch + 1, fences)
+        state = _new_holder(run_id, old.epoch + 1, fences, ttl_s)
         return cls(storage, state, storage.write_if(LEASE, _encode(state), etag), ttl_s)
 
     @property
@@ -219,9 +221,10 @@ def _check_free(storage: Storage, holder: Holder, ttl_s: float) -> None:
         age_s = storage.age_s(LEASE)
     except NotFound:
         raise Conflict(LEASE) from None
-    if age_s <= ttl_s:
+    patience_s = max(ttl_s, holder.ttl_s)  # a newcomer in a hurry must not call a holder dead that beats more slowly
+    if age_s <= patience_s:
         raise LeaseHeldError(
-            f"output {storage.uri} is held by {holder.describe(age_s)}; it counts as dead after {ttl_s:.0f} s"
+            f"output {storage.uri} is held by {holder.describe(age_s)}; it counts as dead after {patience_s:.0f} s"
         )
 
 
@@ -229,7 +232,7 @@ def _encode(state: Holder) -> bytes:
     return json.dumps(dataclasses.asdict(state), indent=1).encode()
 
 
-def _new_holder(run_id: str, epoch: int, fences: tuple[tuple[int, int], ...]) -> Holder:
+def _new_holder(run_id: str, epoch: int, fences: tuple[tuple[int, int], ...], ttl_s: float) -> Holder:
     return Holder(
         epoch=epoch,
         run_id=run_id,
@@ -239,6 +242,7 @@ def _new_holder(run_id: str, epoch: int, fences: tuple[tuple[int, int], ...]) ->
         pid=os.getpid(),
         process_start=_process_start(os.getpid()) or "",
         heartbeat_at=time.time(),
+        ttl_s=ttl_s,
         fences=fences,
     )
 

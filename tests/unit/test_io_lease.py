@@ -65,6 +65,14 @@ def test_a_living_holder_is_named(storage: Storage) -> None:
         assert part in str(caught.value)
 
 
+def test_a_newcomer_in_a_hurry_waits_as_long_as_the_holder_asks(disk: Storage) -> None:
+    with Lease.acquire(disk, "patient", LONG) as lease:
+        lease.stop_heartbeat()
+        time.sleep(0.3)
+        with pytest.raises(LeaseHeldError, match="patient"):
+            Lease.acquire(disk, "hasty", 0.1)
+
+
 def test_many_at_once(storage: Storage) -> None:
     barrier = threading.Barrier(5)
 

@@ -10,7 +10,7 @@ import shutil
 import numpy as np
 import pytest
 
-from qwen_ray.config import preset
+from qwen_ray.config import preset, set_paths
 from qwen_ray.engines import build
 from qwen_ray.engines.models import resolve
 from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
@@ -149,7 +149,9 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match="'llama'"):
-        build.resolve(dataclasses.replace(TINY, model=str(tmp_path)))
+        build.check(resolve(str(tmp_path)), preset("tiny"))
+    with pytest.raises(ConfigError, match="need 28"):
+        build.check(resolve(TINY.model), set_paths(preset("tiny"), ["decode.size_multiple=32"]))
 
 
 def test_the_revision_of_a_folder_is_its_content(tmp_path):
