@@ -18,12 +18,12 @@ CONTENT = {
 }
 
 
-def rows(output: str, table: str, endpoint_url: str = "") -> list[dict[str, Any]]:
+def rows(output: str, table: str, endpoint_url: str = "", columns: list[str] | None = None) -> list[dict[str, Any]]:
     """Rows of all parts that are listed now."""
     storage = open_storage(output, StorageConfig(endpoint_url=endpoint_url))
     found: list[dict[str, Any]] = []
     for part in list_parts(storage, table):
-        found += read_part(storage, table, part).to_pylist()
+        found += read_part(storage, table, part, columns).to_pylist()
     return found
 
 
@@ -40,7 +40,7 @@ def duplicates(output: str, endpoint_url: str = "") -> dict[str, int]:
     twice: dict[str, int] = {}
     for table, name in IDS.items():
         try:
-            counts = Counter(row[name] for row in rows(output, table, endpoint_url))
+            counts = Counter(row[name] for row in rows(output, table, endpoint_url, [name]))
         except NotFound:
             continue
         twice[table] = sum(count > 1 for count in counts.values())
