@@ -123,11 +123,13 @@ def configure(
     # A clip of a real model is larger than 1 MiB, so each is a block of its own and leaves alone; with `careful` even
     # the smallest row is, and what is lost with it is nothing else.
     context.target_max_block_size = 1 << 10 if careful else 1 << 20
-    # By default a decode task hands over 2 blocks per scheduling step, about 13 a second, and the engine starves.
-    context._max_num_blocks_in_streaming_gen_buffer = 8
-    context.execution_options.resource_limits = context.execution_options.resource_limits.copy(
-        object_store_memory=min(_bytes_in_flight(config, pools), 0.4 * object_store_bytes)
-    )
+    in_flight_bytes = min(_bytes_in_flight(config, pools), 0.4 * object_store_bytes)
+    limits = context.execution_options.resource_limits
+    context.execution_options.resource_limits = limits.copy(object_store_memory=in_flight_bytes)
+    # By default a decode task hands over 2 blocks per scheduling step, about 13 a second, and the engine starves. More
+    # are parked beside the bound above, so in a small store they must stay a part of it.
+    parked_bytes = 4 * pools.decode.size * _clip_bytes(config)
+    context._max_num_blocks_in_streaming_gen_buffer = max(2, min(8, int(in_flight_bytes // parked_bytes)))
     context.actor_init_retry_on_errors = True
     context.max_errored_blocks = max(LEAST_LOST, int(LOST_SHARE * num_todos))  # their rows are missed, and run again
     context.wait_for_min_actors_s = 600
@@ -137,9 +139,12 @@ def configure(
 
 def _bytes_in_flight(config: JobConfig, pools: Pools) -> float:
     """Twice what the engines and decoders hold when all are busy, at least 256 MiB."""
-    clip_bytes = config.decode.num_frames * config.decode.max_pixels * 3
     engine_rows = pools.caption.size * config.caption.batch_size * 4 if config.caption and pools.caption else 0
-    return max(256 << 20, 2.0 * clip_bytes * (engine_rows + 8 * pools.decode.size))
+    return max(256 << 20, 2.0 * _clip_bytes(config) * (engine_rows + 8 * pools.decode.size))
+
+
+def _clip_bytes(config: JobConfig) -> int:
+    return config.decode.num_frames * config.decode.max_pixels * 3
 
 
 def plan_pools(config: JobConfig, cluster: Mapping[str, float]) -> Pools:
