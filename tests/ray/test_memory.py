@@ -8,7 +8,7 @@ import sys
 
 from tests.ray.test_run import films
 
-STORE_MIB = 150
+STORE_MIB = 200
 RUN = """
 import json, re, sys, threading
 import ray, qwen_ray
@@ -26,7 +26,7 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-settings = ["speech=null", "decode.window_s=0.5", "decode.num_frames=16", "decode.max_pixels=230400"]
+settings = ["speech=null", "decode.window_s=0.4", "decode.num_frames=16", "decode.max_pixels=230400"]
 report = qwen_ray.run(qwen_ray.configure(source, output, preset="tiny", set=settings))
 over.set()
 watcher.join()
@@ -40,6 +40,6 @@ def test_a_slow_engine_holds_the_decoder_back(tmp_path):
     done = subprocess.run([sys.executable, "-c", RUN, *arguments], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-2000:]
     seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen["clips"] == {"ok": 20}  # of 9.5 MiB each: more than the store holds
+    assert seen["clips"] == {"ok": 25}  # of some 9 MiB each: more than the store holds
     assert not seen["spilled"]
-    assert 10 < seen["peak_mib"] <= 0.5 * STORE_MIB
+    assert 10 < seen["peak_mib"] <= 0.6 * STORE_MIB  # Ray spills from 0.8 on
