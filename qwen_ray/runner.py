@@ -200,8 +200,6 @@ class _Execution:
 
     def run(self, todos: list[Todo]) -> None:
         """Execute until every planned input is committed."""
-        from qwen_ray import pipeline  # imports ray
-
         assembler = Assembler(todos, self._identity)
         saved = self._output.log.load_open()
         self._report.num_recovered_rows = assembler.load(saved) if saved else 0
@@ -209,6 +207,8 @@ class _Execution:
         self._phase("starting Ray")
         try:
             with connected(self._recipe.config.address) as resources:
+                from qwen_ray import pipeline  # imports ray, whose settings `connected` makes before it is imported
+
                 pipeline.plan_pools(self._recipe.config, resources)  # refuses before anything is written
                 self._output.folder.start(self._recipe.config)
                 for nth in range(PASSES):
@@ -217,8 +217,8 @@ class _Execution:
             assembler.give_up()
         except LeaseLostError:
             raise  # the output belongs to another run: not one more write
-        except BaseException:
-            with suppress(QwenRayError):  # Ctrl-C and failures alike keep what is finished; the first error is told
+        except BaseException:  # Ctrl-C and failures alike keep what is finished, and go on to whoever asked
+            with suppress(QwenRayError):  # the first error is the one to tell
                 self._committer.commit(assembler, everything=True)
             raise
         self._phase("committing")
