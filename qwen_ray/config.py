@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from qwen_ray import prompts
 from qwen_ray.errors import ConfigError
+from qwen_ray.prompts import Prompt
 
 T = TypeVar("T")
 
@@ -86,19 +88,19 @@ class CaptionConfig:
     """Checkpoint directory, hub id, or `builtin:NAME` for one that ships with the package."""
     revision: str = ""
     """Hub revision; empty for the default branch. The resolved one is recorded with every row."""
-    prompt_name: str = "describe"
-    """Name under which the prompt is recorded."""
-    prompt: str = "Describe the video."
-    """What the model is asked about each clip."""
-    system_prompt: str = ""
-    """System message; empty leaves the checkpoint's own."""
+    prompts: tuple[Prompt, ...] = (Prompt(name="describe", text="Describe the video."),)
+    """What the model is asked about each clip. The first answer is the clip's caption; all of them are in `answers`."""
+    summary: Prompt | None = None
+    """How a video's captions are merged into one; null for no summary."""
     max_new_tokens: int = 128
     """Most tokens of one caption."""
-    temperature: float = 0.0
-    """0 decodes greedily; above, samples."""
-    top_p: float = 1.0
-    """Nucleus sampling bound, used when temperature > 0."""
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    """0 decodes greedily; above, samples; null takes the checkpoint's own, as with the next three."""
+    top_p: float | None = None
+    """Nucleus sampling bound, used when temperature > 0; 1 is none."""
+    top_k: int | None = None
+    """Tokens to sample from, used when temperature > 0; 0 is all."""
+    repetition_penalty: float | None = None
     """1 is none."""
     seed: int = 0
     """Seed of sampling; a clip's draw depends on it and on the clip's id."""
@@ -115,15 +117,32 @@ class CaptionConfig:
 
     def __post_init__(self) -> None:
         _check(bool(self.model), "caption.model", self.model, "a checkpoint directory, hub id or builtin:NAME")
-        _check(bool(self.prompt.strip()), "caption.prompt", self.prompt, "some text")
+        names = [prompt.name for prompt in self.prompts]
+        _check(bool(names) and len(set(names)) == len(names), "caption.prompts", names, "one or more, each name once")
+        prompts.check_placeholders(self.prompts, self.summary)
         _check(self.max_new_tokens >= 1, "caption.max_new_tokens", self.max_new_tokens, "1 or more")
-        _check(self.temperature >= 0, "caption.temperature", self.temperature, "0 (greedy) or more")
-        _check(0 < self.top_p <= 1, "caption.top_p", self.top_p, "more than 0, at most 1")
-        _check(self.repetition_penalty > 0, "caption.repetition_penalty", self.repetition_penalty, "more than 0")
+        self._check_sampling()
         _check(self.batch_size >= 1, "caption.batch_size", self.batch_size, "1 or more")
         _check(self.num_gpus > 0, "caption.num_gpus", self.num_gpus, "more than 0 (CPU-only clusters ignore it)")
         _check(self.num_cpus > 0, "caption.num_cpus", self.num_cpus, "more than 0")
         _check(self.replicas >= 0, "caption.replicas", self.replicas, "0 (automatic) or more")
+
+    def metadata(self) -> tuple[str, ...]:
+        """Columns of the manifest that the prompts show to the model, in order of their names."""
+        asked = (*self.prompts, *([self.summary] if self.summary else []))
+        names = {name for prompt in asked for name in prompt.placeholders()}
+        return tuple(sorted(names - prompts.RESERVED.keys()))
+
+    def _check_sampling(self) -> None:
+        """Each value, where it is given."""
+        greedy, top_p, top_k, penalty = self.temperature, self.top_p, self.top_k, self.repetition_penalty
+        for name, value, fits, allowed in (
+            ("temperature", greedy, greedy is None or greedy >= 0, "0 (greedy) or more"),
+            ("top_p", top_p, top_p is None or 0 < top_p <= 1, "more than 0, at most 1"),
+            ("top_k", top_k, top_k is None or top_k >= 0, "0 (all) or more"),
+            ("repetition_penalty", penalty, penalty is None or penalty > 0, "more than 0"),
+        ):
+            _check(fits, f"caption.{name}", value, f"{allowed}, or null for the checkpoint's own")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +179,7 @@ class SpeechConfig:
         _check(0 < self.vad_threshold < 1, "speech.vad_threshold", self.vad_threshold, "between 0 and 1")
         _check(self.min_silence_s > 0, "speech.min_silence_s", self.min_silence_s, "more than 0 seconds")
         _check(1 <= self.chunk_s <= 30, "speech.chunk_s", self.chunk_s, "1 to 30 seconds")
-        _check(self.num_gpus > 0, "speech.num_gpus", self.num_gpus, "more than 0 (CPU-only clusters ignore it)")
+        _check(self.num_gpus >= 0, "speech.num_gpus", self.num_gpus, "0 (on CPU) or more (CPU-only clusters ignore it)")
         _check(self.num_cpus > 0, "speech.num_cpus", self.num_cpus, "more than 0")
         _check(self.replicas >= 0, "speech.replicas", self.replicas, "0 (automatic) or more")
 
@@ -233,26 +252,54 @@ class JobConfig:
         )
 
 
-def tiny() -> JobConfig:
-    """The model of 6 million parameters that ships with the package, and Whisper tiny.en: runs anywhere, sees only
+def _tiny(model: str, decode: DecodeConfig) -> JobConfig:
+    """A model of 6 million parameters that ships with the package, and Whisper tiny.en: runs anywhere, sees only
     shapes.
     """
     return JobConfig(
-        preset="tiny",
-        decode=DecodeConfig(num_frames=8, min_pixels=4 * 28 * 28, max_pixels=13_000),
-        caption=CaptionConfig(model="builtin:tiny-qwen2.5-vl", max_new_tokens=48, num_gpus=0.1, num_cpus=0.5),
+        decode=decode,
+        caption=CaptionConfig(model=f"builtin:{model}", max_new_tokens=48, num_gpus=0.1, num_cpus=0.5),
         speech=SpeechConfig(model="builtin:whisper-tiny.en", language="en", num_gpus=0.1, num_cpus=0.5),
     )
 
 
-PRESETS: dict[str, Callable[[], JobConfig]] = {"tiny": tiny}
+_QWEN2_5 = DecodeConfig(window_s=12.0, num_frames=16, min_pixels=4 * 28**2, max_pixels=360 * 640, size_multiple=28)
+_QWEN3 = DecodeConfig(window_s=12.0, num_frames=16, min_pixels=4 * 32**2, max_pixels=360 * 640, size_multiple=32)
+"""16 frames of about 360p in 12 s: some 2,400 prompt tokens (Qwen2.5-VL), 1,850 (Qwen3-VL)."""
+
+
+def _qwen(hub_id: str, decode: DecodeConfig, *, num_gpus: float, batch_size: int, speech_gpus: float) -> JobConfig:
+    """A checkpoint of the hub with Whisper large-v3-turbo beside it."""
+    return JobConfig(
+        decode=decode,
+        caption=CaptionConfig(
+            model=f"Qwen/{hub_id}-Instruct",
+            prompts=(prompts.load("detailed"),),
+            max_new_tokens=192,
+            num_gpus=num_gpus,
+            batch_size=batch_size,
+        ),
+        speech=SpeechConfig(model="large-v3-turbo", num_gpus=speech_gpus),
+    )
+
+
+PRESETS: dict[str, Callable[[], JobConfig]] = {
+    "tiny": lambda: _tiny("tiny-qwen2.5-vl", DecodeConfig(num_frames=8, min_pixels=4 * 28**2, max_pixels=13_000)),
+    # Weights in bfloat16, GB: 7.5, 16.6, 147; 8.9, 17.5, 62.
+    "qwen2.5-vl-3b": lambda: _qwen("Qwen2.5-VL-3B", _QWEN2_5, num_gpus=0.7, batch_size=64, speech_gpus=0.25),
+    "qwen2.5-vl-7b": lambda: _qwen("Qwen2.5-VL-7B", _QWEN2_5, num_gpus=0.7, batch_size=32, speech_gpus=0.25),
+    "qwen2.5-vl-72b": lambda: _qwen("Qwen2.5-VL-72B", _QWEN2_5, num_gpus=4, batch_size=16, speech_gpus=0),
+    "qwen3-vl-4b": lambda: _qwen("Qwen3-VL-4B", _QWEN3, num_gpus=0.7, batch_size=64, speech_gpus=0.25),
+    "qwen3-vl-8b": lambda: _qwen("Qwen3-VL-8B", _QWEN3, num_gpus=0.7, batch_size=32, speech_gpus=0.25),
+    "qwen3-vl-30b-a3b": lambda: _qwen("Qwen3-VL-30B-A3B", _QWEN3, num_gpus=0.85, batch_size=16, speech_gpus=0.1),
+}
 
 
 def preset(name: str) -> JobConfig:
     """The named preset. Raises ConfigError with the nearest right name."""
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}{nearest(name, PRESETS)}; presets: {', '.join(PRESETS)}")
-    return PRESETS[name]()
+    return dataclasses.replace(PRESETS[name](), preset=name)
 
 
 def nearest(name: str, known: Mapping[str, object] | list[str]) -> str:
@@ -301,7 +348,7 @@ def set_paths(config: JobConfig, assignments: list[str]) -> JobConfig:
         if not equals:
             raise ConfigError(f"--set {assignment!r}: expected path=value, such as caption.batch_size=8")
         try:
-            nested: Any = text if _is_text(path.strip()) and text != "null" else yaml.safe_load(text)
+            nested: Any = text if _is_text(path.strip(), text) else yaml.safe_load(text)
         except yaml.YAMLError as error:
             problem = getattr(error, "problem", None) or "not a YAML value"
             raise ConfigError(f"--set {assignment!r}: {problem}; quote it as YAML does") from None
@@ -331,7 +378,8 @@ def load_file(path: str) -> dict[str, Any]:
 
 def fingerprint(component: DecodeConfig | CaptionConfig | SpeechConfig, *more: str) -> str:
     """16 hex digits over every field that changes a row's content, and over `more` (model revision, versions)."""
-    content = {f.name: getattr(component, f.name) for f in dataclasses.fields(component) if not f.metadata.get("speed")}
+    values = dataclasses.asdict(component)
+    content = {f.name: values[f.name] for f in dataclasses.fields(component) if not f.metadata.get("speed")}
     text = json.dumps([type(component).__name__, content, *more], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -345,8 +393,12 @@ _COMPONENTS: dict[str, type] = {
 }
 
 
-def _is_text(path: str) -> bool:
-    """Whether the field at `path` holds text, so that a value for it is taken as it is typed: `no` is a language."""
+def _is_text(path: str, value: str) -> bool:
+    """Whether the field at `path` takes `value` as it is typed: `no` is a language, and a prompt may hold colons."""
+    if value == "null":
+        return False
+    if path in ("caption.prompts", "caption.summary"):
+        return not value.lstrip().startswith(("[", "{"))
     first, _, second = path.partition(".")
     owner = _COMPONENTS.get(first, JobConfig) if second else JobConfig
     hint = typing.get_type_hints(owner).get(second or first)
@@ -361,8 +413,21 @@ def _merge(base: dict[str, Any], values: Mapping[str, Any], cls: type, path: str
             raise ConfigError(
                 f"unknown configuration key {path}{key}{nearest(str(key), known)}; known: {', '.join(known)}"
             )
+        if cls is CaptionConfig:
+            value = _with_prompts(key, value)
         if cls is JobConfig and key in _COMPONENTS and isinstance(value, Mapping):
             start = base[key] if base[key] is not None else dataclasses.asdict(_COMPONENTS[key]())
             value = _merge(start, value, _COMPONENTS[key], f"{path}{key}.")
         merged[key] = value
     return merged
+
+
+def _with_prompts(key: str, value: Any) -> Any:
+    """Prompts given by name, file or text as their fields."""
+    if key == "prompts" and isinstance(value, str | Mapping):
+        value = [value]
+    if key == "prompts" and isinstance(value, list | tuple):
+        return [dataclasses.asdict(prompt) for prompt in prompts.load_all(value)]
+    if key == "summary" and isinstance(value, str | Mapping):
+        return dataclasses.asdict(prompts.load(value))
+    return value

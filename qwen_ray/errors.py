@@ -18,6 +18,7 @@ RETRYABLE: dict[str, bool] = {
     "no_samples": False,  # an audio track from which not one sample could be decoded
     "unsupported_codec": False,  # no decoder for it in this build
     "too_long": False,  # more tokens than the model's context holds
+    "no_metadata": False,  # the prompt asks for a value that this video's metadata lacks
     # the outside world
     "not_found": True,  # listed, then gone when it was read
     "changed": True,  # listed with one version, read with another

@@ -23,6 +23,7 @@ from qwen_ray.engines.models import Model
 from qwen_ray.errors import ConfigError
 from qwen_ray.stages.caption import CaptionStage
 from qwen_ray.stages.decode import TODO, DecodeStage
+from qwen_ray.stages.rows import Row
 from qwen_ray.stages.transcribe import TranscribeStage
 
 CALLS_IN_FLIGHT = 2
@@ -76,6 +77,17 @@ def build(
         calls = 1 if careful else CALLS_IN_FLIGHT
         rows = _stage(rows, TranscribeStage, (config.speech, models["speech"]), pools.speech, calls=calls)
     return rows
+
+
+def build_summaries(
+    rows: Sequence[Row], config: JobConfig, models: Mapping[str, Model], pools: Pools, *, careful: bool = False
+) -> Dataset:
+    """The second half of a run with summaries: rows of kind `summary` through the caption engines."""
+    assert config.caption is not None
+    assert pools.caption is not None
+    calls = 1 if careful else config.caption.batch_size * CALLS_IN_FLIGHT
+    blocks = ray.data.from_arrow([row.to_table() for row in rows])
+    return _stage(blocks, CaptionStage, (config.caption, models["caption"]), pools.caption, calls=calls)
 
 
 def execute(dataset: Dataset) -> Iterator[pa.Table]:

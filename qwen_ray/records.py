@@ -14,7 +14,10 @@ from qwen_ray.io.ledger import Fingerprints, Todo
 from qwen_ray.schema import CLIPS, VIDEOS, span_id
 from qwen_ray.stages.rows import Row
 
-CAPTION_COLUMNS = ("caption_status", "num_clips", "decode_fingerprint", "caption_fingerprint")
+CAPTION_COLUMNS = (
+    *("caption_status", "num_clips", "summary", "summary_flags"),
+    *("decode_fingerprint", "caption_fingerprint"),
+)
 FACT_COLUMNS = (
     *("duration_s", "width", "height", "rotation_deg", "sar", "codec", "avg_fps", "num_frames", "tracks"),
     *("has_audio", "audio_offset_s", "start_offset_s"),
@@ -43,20 +46,31 @@ class Finished:
 
 def finish(todo: Todo, summary: Row, items: Sequence[Row], identity: Identity) -> Finished:
     """The rows of one input from its summary and all of its clips and chunks."""
-    clips = clip_rows([row for row in items if row.kind == "clip"], todo.attempts + 1, identity)
+    clips = clip_rows([row for row in items if row.kind == "clip"], todo, identity)
     chunks = sorted((row for row in items if row.kind == "speech"), key=lambda row: float(row.body["start_s"]))
     info = summary.body["info"]
     segments = segment_rows(todo.source.video_id, chunks, info["duration_s"] if info else 0.0, identity)
-    return Finished(todo, video_row(todo, summary, clips, chunks, segments, identity), clips, segments)
+    video = video_row(todo, summary, clips, chunks, segments, identity)
+    merged = next((row.body for row in items if row.kind == "summary"), None)
+    return Finished(todo, with_summary(video, merged) if merged else video, clips, segments)
 
 
-def clip_rows(rows: Sequence[Row], attempts: int, identity: Identity) -> list[dict[str, Any]]:
+def with_summary(video: dict[str, Any], merged: dict[str, Any]) -> dict[str, Any]:
+    """The row of `videos` with the summary of its captions; one that failed leaves the captions `partial`."""
+    if merged["status"] == "ok":
+        return video | {"summary": merged["summary"], "summary_flags": merged["flags"]}
+    error = {name: video[name] or merged[name] for name in ("error_type", "error_message")}
+    status = {name: "partial" if video[name] == "ok" else video[name] for name in ("status", "caption_status")}
+    return video | status | error
+
+
+def clip_rows(rows: Sequence[Row], todo: Todo, identity: Identity) -> list[dict[str, Any]]:
     """Rows of `clips`, in order of time."""
     stamp = {
         "decode_fingerprint": identity.fingerprints.decode,
-        "caption_fingerprint": identity.fingerprints.caption,
+        "caption_fingerprint": identity.fingerprints.of_caption(todo.source),
         "run_id": identity.run_id,
-        "attempts": attempts,
+        "attempts": todo.attempts + 1,
     }
     columns = set(CLIPS.names)
     ordered = sorted(rows, key=lambda row: int(row.body["clip_index"]))
@@ -139,9 +153,11 @@ def video_row(
         "num_segments": len(segments),
         "language": _language(spoken),
         "transcript": " ".join(segment["text"] for segment in spoken) if todo.want_speech else None,
+        "summary": None,
+        "summary_flags": [],
         "metadata": json.dumps(source.metadata, ensure_ascii=False),
         "decode_fingerprint": identity.fingerprints.decode,
-        "caption_fingerprint": identity.fingerprints.caption,
+        "caption_fingerprint": identity.fingerprints.of_caption(source),
         "speech_fingerprint": identity.fingerprints.speech,
         "run_id": identity.run_id,
         "finished_at": datetime.now(UTC),
@@ -178,10 +194,9 @@ def speech_status(
 
 
 def _status_of_pieces(statuses: Sequence[str]) -> str:
-    failed = sum(status == "failed" for status in statuses)
-    if failed == len(statuses):
+    if all(status == "failed" for status in statuses):
         return "failed"  # also when there is not one piece
-    return "partial" if failed else "ok"
+    return "ok" if all(status == "ok" for status in statuses) else "partial"
 
 
 def status_of(caption: str, speech: str, *, damaged: bool) -> str:
@@ -200,7 +215,7 @@ def _error_of(
 ) -> tuple[str | None, str | None]:
     """The first error that may pass, or else the first: on it depends whether the video is tried again."""
     errors = [(error[0], error[1]) for error in (body["error"], body["audio_error"]) if error]
-    errors += [(p["error_type"], p["error_message"]) for p in (*clips, *segments) if p["status"] == "failed"]
+    errors += [(p["error_type"], p["error_message"]) for p in (*clips, *segments) if p["status"] != "ok"]
     passing = [error for error in errors if RETRYABLE[error[0]]]
     return next(iter(passing + errors), (None, None))
 

@@ -12,11 +12,11 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
@@ -32,15 +32,21 @@ from qwen_ray.io.lease import Lease
 from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
 from qwen_ray.io.source import Listing, list_sources, look_up
 from qwen_ray.io.storage import Storage, open_storage
-from qwen_ray.prompts import prompt_hash
 from qwen_ray.records import Finished, Identity
 from qwen_ray.report import RunFolder, RunReport
 from qwen_ray.stages.decode import todo_row
 from qwen_ray.stages.rows import Row, read_rows
 from qwen_ray.tables import read_table
 
+if TYPE_CHECKING:
+    from ray.data import Dataset
+
 PASSES = 2
 """Times that what is missing is run before it is recorded as lost."""
+SUMMARY_ROUND = 5_000
+"""Videos that are captioned before their summaries are made: a few hundred megabytes on the driver, and hours of work
+beside the half minute that starting the engines again takes.
+"""
 TICK_S = 1.0
 """Longest time in seconds between two looks at the clock while no row comes."""
 
@@ -54,6 +60,7 @@ class Progress:
     videos: int = 0
     clips: int = 0
     speech: int = 0
+    summaries: int = 0
     failed: int = 0
 
     def count(self, row: Row) -> None:
@@ -61,6 +68,9 @@ class Progress:
         if row.kind == "video":
             self.videos += 1
             self.failed += row.body["error"] is not None
+        elif row.kind == "summary":
+            self.summaries += 1
+            self.failed += row.body.get("status") == "failed"
         elif row.kind == "clip":
             self.clips += 1
             self.failed += row.body.get("status") == "failed"
@@ -92,13 +102,25 @@ def prepare(config: JobConfig, failed_in: Storage | None = None) -> Recipe:
         raise ConfigError("input and output: both are needed, such as: qwen-ray run ./videos ./out --preset tiny")
     components = {"caption": config.caption, "speech": config.speech}
     models = {name: build.resolve(part) for name, part in components.items() if part is not None}
-    if "caption" in models:
+    if config.caption is not None:
         build.check(models["caption"], config)
+        config = dataclasses.replace(config, caption=build.settle(config.caption, models["caption"]))
     if failed_in is None:
         listing = list_sources(config.input, config.storage, config.limit)
     else:
         listing = look_up(_failed(failed_in), config.storage)
-    return Recipe(config, models, fingerprints(config, models), listing)
+    prints = fingerprints(config, models)
+    _check_metadata(prints.metadata, listing)
+    return Recipe(config, models, prints, listing)
+
+
+def _check_metadata(names: Sequence[str], listing: Listing) -> None:
+    """Refuse a placeholder that no input has a value for: a wrong name would fail every clip."""
+    for name in names:
+        if not any(source.metadata.get(name) is not None for source in listing.sources):
+            known = sorted({column for source in listing.sources for column in source.metadata})
+            has = f"columns are {', '.join(known)}" if known else "this input is no manifest with columns"
+            raise ConfigError(f"caption.prompts: {{{name}}} names no column of the input; {has}")
 
 
 def _failed(storage: Storage) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -110,14 +132,14 @@ def _failed(storage: Storage) -> Iterator[tuple[str, dict[str, Any]]]:
 def fingerprints(config: JobConfig, models: Mapping[str, Model]) -> Fingerprints:
     """What each component's rows depend on; None for one that is switched off."""
     caption = speech = None
-    decode = ""
+    decode, metadata = "", ()  # type: str, tuple[str, ...]
     if config.caption is not None:
         decode = fingerprint(config.decode)
-        prompt = prompt_hash(config.caption.prompt, config.caption.system_prompt)
-        caption = fingerprint(config.caption, models["caption"].revision, prompt)
+        caption = fingerprint(config.caption, models["caption"].revision)
+        metadata = config.caption.metadata()
     if config.speech is not None:
         speech = fingerprint(config.speech, models["speech"].revision)
-    return Fingerprints(decode=decode, caption=caption, speech=speech)
+    return Fingerprints(decode=decode, caption=caption, speech=speech, metadata=metadata)
 
 
 def plan_run(recipe: Recipe, storage: Storage, *, retry_all: bool = False) -> Plan:
@@ -200,7 +222,8 @@ class _Execution:
 
     def run(self, todos: list[Todo]) -> None:
         """Execute until every planned input is committed."""
-        assembler = Assembler(todos, self._identity)
+        caption = self._recipe.config.caption
+        assembler = Assembler(todos, self._identity, summaries=caption is not None and caption.summary is not None)
         saved = self._output.log.load_open()
         self._report.num_recovered_rows = assembler.load(saved) if saved else 0
         self._progress.videos_planned = len(todos)
@@ -211,9 +234,10 @@ class _Execution:
 
                 pipeline.plan_pools(self._recipe.config, resources)  # refuses before anything is written
                 self._output.folder.start(self._recipe.config)
-                for nth in range(PASSES):
-                    if assembler.unfinished():
-                        self._one_pass(assembler, resources, careful=nth > 0)
+                for part in _rounds(todos, assembler.summaries):
+                    for nth in range(PASSES):
+                        self._one_pass(part, assembler, resources, careful=nth > 0)
+                        self._summary_pass(assembler, resources, careful=nth > 0)
             assembler.give_up()
         except LeaseLostError:
             raise  # the output belongs to another run: not one more write
@@ -224,15 +248,38 @@ class _Execution:
         self._phase("committing")
         self._committer.commit(assembler, everything=True)
 
-    def _one_pass(self, assembler: Assembler, resources: Mapping[str, float], *, careful: bool) -> None:
+    def _one_pass(
+        self, part: list[Todo], assembler: Assembler, resources: Mapping[str, float], *, careful: bool
+    ) -> None:
+        """Decode, caption and transcribe what of `part` is not here yet."""
         from qwen_ray import pipeline
 
-        todos = assembler.unfinished()
+        todos = assembler.unfinished(part)
+        if not todos:
+            return
         config = _only_wanted(self._recipe.config, todos)
         pools = pipeline.plan_pools(config, resources)
         pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(todos), careful=careful)
-        rows = [todo_row(todo, *assembler.done_items(todo.source.video_id)) for todo in todos]
-        dataset = pipeline.build(rows, config, self._recipe.models, pools, careful=careful)
+        shown = self._identity.fingerprints.metadata
+        rows = [todo_row(todo, *assembler.done_items(todo.source.video_id), shown) for todo in todos]
+        self._drain(pipeline.build(rows, config, self._recipe.models, pools, careful=careful), assembler)
+
+    def _summary_pass(self, assembler: Assembler, resources: Mapping[str, float], *, careful: bool) -> None:
+        """Merge the captions of the videos of which all else is here."""
+        from qwen_ray import pipeline
+
+        rows = assembler.to_summarise()
+        if not rows:
+            return
+        config = dataclasses.replace(self._recipe.config, speech=None)
+        pools = pipeline.plan_pools(config, resources)
+        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(rows), careful=careful)
+        self._drain(pipeline.build_summaries(rows, config, self._recipe.models, pools, careful=careful), assembler)
+
+    def _drain(self, dataset: Dataset, assembler: Assembler) -> None:
+        """Take rows as they come, and commit now and then."""
+        from qwen_ray import pipeline
+
         self._phase("loading models")
         for table in _with_ticks(pipeline.execute(dataset)):
             for row in read_rows(table) if table is not None else ():
@@ -251,6 +298,13 @@ class _Execution:
     def _committed(self, finished: list[Finished]) -> None:
         self._report.count(finished)
         self._output.folder.add(finished)
+
+
+def _rounds(todos: list[Todo], summaries: bool) -> Iterator[list[Todo]]:
+    """All at once; with summaries, in rounds: a video waits in memory until its captions have been merged."""
+    size = SUMMARY_ROUND if summaries else max(1, len(todos))
+    for start in range(0, len(todos), size):
+        yield todos[start : start + size]
 
 
 def _with_ticks(tables: Iterator[pa.Table]) -> Iterator[pa.Table | None]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 
 STATUSES = ("ok", "partial", "failed")
 CAPTION_STATUSES = ("ok", "partial", "no_video", "failed", "skipped")
@@ -53,6 +53,8 @@ VIDEOS = _schema(
     ("num_segments", _I32),
     ("language", _TEXT),
     ("transcript", _TEXT),
+    ("summary", _TEXT),
+    ("summary_flags", pa.list_(_TEXT)),
     ("metadata", _TEXT),
     ("decode_fingerprint", _TEXT),
     ("caption_fingerprint", _TEXT),
@@ -61,6 +63,21 @@ VIDEOS = _schema(
     ("finished_at", _TIME),
     ("vanished_at", _TIME),
 )
+
+ANSWER = pa.struct(
+    [
+        ("prompt_name", _TEXT),
+        ("prompt_hash", _TEXT),
+        ("caption", _TEXT),
+        ("flags", pa.list_(_TEXT)),
+        ("finish_reason", _TEXT),
+        ("num_prompt_tokens", _I32),
+        ("num_output_tokens", _I32),
+        ("error_type", _TEXT),
+        ("error_message", _TEXT),
+    ]
+)
+"""One prompt's answer about a clip."""
 
 CLIPS = _schema(
     ("clip_id", _TEXT),
@@ -91,6 +108,7 @@ CLIPS = _schema(
     ("model_revision", _TEXT),
     ("prompt_name", _TEXT),
     ("prompt_hash", _TEXT),
+    ("answers", pa.list_(ANSWER)),
     ("decode_fingerprint", _TEXT),
     ("caption_fingerprint", _TEXT),
     ("run_id", _TEXT),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
-from qwen_ray.engines import models
+from qwen_ray.engines import generation, models
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
 from qwen_ray.errors import ConfigError
 
-CAPTION_TYPES = ("qwen2_5_vl",)
+CAPTION_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """`model_type` of the checkpoints that the `qwen_vl` engine runs."""
 
 
@@ -40,6 +40,12 @@ def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
     if isinstance(component, SpeechConfig):
         return models.resolve(_whisper_repository(component.model))
     return models.resolve(component.model, component.revision)
+
+
+def settle(config: CaptionConfig, model: models.Model) -> CaptionConfig:
+    """The configuration with the checkpoint's own way of choosing tokens where it states none itself."""
+    stated = None if config.engine == "fake" else models.read_json(model, "generation_config.json")
+    return generation.settle(config, stated)
 
 
 def check(model: models.Model, config: JobConfig) -> None:

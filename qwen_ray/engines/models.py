@@ -13,6 +13,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from qwen_ray.config import nearest
 from qwen_ray.errors import ConfigError
@@ -122,3 +123,9 @@ def _content_hash(folder: Path) -> str:
             while block := file.read(1 << 22):
                 digest.update(block)
     return f"sha256-{digest.hexdigest()[:16]}"
+
+
+def read_json(model: Model, name: str) -> dict[str, Any] | None:
+    """STAND-IN."""
+    path = Path(model.location) / name
+    return json.loads(path.read_text()) if path.is_file() else None

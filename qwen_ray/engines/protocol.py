@@ -18,18 +18,20 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class CaptionRequest:
-    """One clip and one question about it.
+    """One question, about one clip or about none.
 
     Attributes:
         clip_id: id of the clip; also the key of its random draw when sampling.
-        frames_THWC: uint8 RGB, T even, H and W multiples of the model's patch size times its merge size.
-        frame_times_s: T times in seconds on the video's axis, not decreasing.
+        frames_THWC: uint8 RGB, T even, H and W multiples of the model's patch size times its merge size; None for a
+            question that is only text.
+        frame_times_s: T times in seconds from the start of the clip, not decreasing. The first frame of a clip may have
+            come on screen a moment before its start.
         prompt: what the model is asked.
         system_prompt: system message; empty leaves the checkpoint's own.
     """
 
     clip_id: str
-    frames_THWC: npt.NDArray[np.uint8]
+    frames_THWC: npt.NDArray[np.uint8] | None
     frame_times_s: tuple[float, ...]
     prompt: str
     system_prompt: str = ""

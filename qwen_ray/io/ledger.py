@@ -7,6 +7,8 @@ Python object per row would not. `plan` is pure: the same sources, ledger and fi
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,6 +49,15 @@ class Fingerprints:
     decode: str
     caption: str | None
     speech: str | None
+    metadata: tuple[str, ...] = ()
+    """Columns of the manifest that the captions depend on, because a prompt shows them to the model."""
+
+    def of_caption(self, source: Source) -> str | None:
+        """The captions' fingerprint of one video: the recipe's, and what it takes from this video's metadata."""
+        if self.caption is None or not self.metadata:
+            return self.caption
+        values = json.dumps([source.metadata.get(name) for name in self.metadata], ensure_ascii=False)
+        return f"{self.caption}-{hashlib.blake2b(values.encode('utf-8', 'replace'), digest_size=4).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,12 +253,21 @@ def _verdicts(
 ) -> Iterator[_Verdict]:
     """One for each source; by whole columns, a batch at a time."""
     for start in range(0, len(sources), _BATCH):
-        versions = pa.array([source.version for source in sources[start : start + _BATCH]], pa.string())
+        these = sources[start : start + _BATCH]
+        versions = pa.array([source.version for source in these], pa.string())
         batch = rows.slice(start, _BATCH)
-        known = _Known(ledger.rows.select(["version", "attempts", *_REPEATING]).take(batch), fingerprints)
+        held = ledger.rows.select(["version", "attempts", *_REPEATING]).take(batch)
+        known = _Known(held, fingerprints, _of_captions(these, fingerprints))
         reasons = _reasons(versions, batch, known, known.may_retry(max_attempts, retry_all))
         wants = (_wants(reasons, *component) for component in known.components())
         yield from map(_Verdict, reasons.to_pylist(), *(want.to_pylist() for want in wants))
+
+
+def _of_captions(sources: Sequence[Source], fingerprints: Fingerprints) -> str | pa.Array | None:
+    """The wanted fingerprint of the captions: one for all, unless it depends on each video's metadata."""
+    if not fingerprints.metadata:
+        return fingerprints.caption
+    return pa.array([fingerprints.of_caption(source) for source in sources], pa.string())
 
 
 def _reasons(versions: pa.Array, rows: pa.Array, known: _Known, retry: pa.Array) -> pa.Array:
@@ -275,9 +295,9 @@ def _wants(reasons: pa.Array, wanted: bool, stale: pa.Array, again: pa.Array) ->
 class _Known:
     """What the ledger says about a batch of sources, column by column; empty text where it says nothing."""
 
-    def __init__(self, rows: pa.Table, fingerprints: Fingerprints) -> None:
+    def __init__(self, rows: pa.Table, fingerprints: Fingerprints, caption: str | pa.Array | None) -> None:
         self._rows, self._fingerprints = rows, fingerprints
-        stale = self._differs("caption_fingerprint", fingerprints.caption)
+        stale = self._differs("caption_fingerprint", caption)
         decode = None if fingerprints.caption is None else fingerprints.decode
         self.caption_stale = pc.or_(stale, self._differs("decode_fingerprint", decode))
         self.speech_stale = self._differs("speech_fingerprint", fingerprints.speech)
@@ -308,9 +328,11 @@ class _Known:
             (wanted.speech is not None, self.speech_stale, self._speech_again),
         ]
 
-    def _differs(self, name: str, wanted: str | None) -> pa.Array:
+    def _differs(self, name: str, wanted: str | pa.Array | None) -> pa.Array:
         """Whether what is recorded is not what is wanted; false where nothing is wanted."""
-        return pc.and_(pc.not_equal(self.text(name), wanted or ""), pa.scalar(wanted is not None))
+        if wanted is None:
+            return pa.array([False] * self._rows.num_rows)
+        return pc.not_equal(self.text(name), wanted)
 
 
 def _flat(column: pa.Array | pa.ChunkedArray) -> pa.Array:

@@ -1,8 +1,10 @@
-"""The caption stage: a clip's frames become its caption; every other row passes untouched."""
+"""The caption stage: a clip's frames become its captions, a video's captions its summary; other rows pass untouched."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pyarrow as pa
@@ -10,10 +12,14 @@ import pyarrow as pa
 from qwen_ray.config import CaptionConfig
 from qwen_ray.engines.build import caption_engine
 from qwen_ray.engines.models import Model
-from qwen_ray.engines.protocol import CaptionRequest
+from qwen_ray.engines.protocol import Caption, CaptionRequest
 from qwen_ray.errors import EngineError, RowError
-from qwen_ray.prompts import prompt_hash
+from qwen_ray.guards import caption_flags
+from qwen_ray.prompts import Prompt, fill
 from qwen_ray.stages.rows import Row, read_rows
+
+MAX_SUMMARY_CHARS = 24_000
+"""Captions merged by one request: some 6,000 tokens, about an hour of 12 s clips. More are merged in steps."""
 
 
 class CaptionStage:
@@ -26,31 +32,93 @@ class CaptionStage:
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row in, one row out: a retried task can then neither repeat nor lose a row."""
         (row,) = read_rows(table)
-        if row.kind != "clip" or row.frames_THWC is None:
+        if row.kind == "summary":
+            made = self._summarise(row)
+        elif row.kind == "clip" and row.frames_THWC is not None:
+            made = self._describe(row)
+        else:
             return table
-        return Row(row.kind, row.video_id, row.item_id, row.body | self._caption(row)).to_table()
+        body = {name: value for name, value in row.body.items() if name not in ("metadata", "captions")}
+        return Row(row.kind, row.video_id, row.item_id, body | made).to_table()
 
-    def _caption(self, row: Row) -> dict[str, Any]:
-        assert row.frames_THWC is not None
-        config = self._config
-        times = tuple(row.body["frame_times_s"])
-        request = CaptionRequest(row.item_id, row.frames_THWC, times, config.prompt, config.system_prompt)
-        columns: dict[str, Any] = {
+    def _describe(self, row: Row) -> dict[str, Any]:
+        """The columns of a clip's row: the first prompt's answer is its caption."""
+        asked = [self._ask(prompt, row, row.body.get("metadata") or {}) for prompt in self._config.prompts]
+        answers = [_answer(prompt, got) for prompt, got in zip(self._config.prompts, asked, strict=True)]
+        first = answers[0]
+        return {
+            **{name: value for name, value in first.items() if name != "flags"},
+            **_outcome(answers),
+            "flags": [*row.body.get("flags", ()), *first["flags"]],
+            "answers": answers,
             "precision": self._engine.precision,
-            "model": config.model,
+            "model": self._config.model,
             "model_revision": self._model.revision,
-            "prompt_name": config.prompt_name,
-            "prompt_hash": prompt_hash(config.prompt, config.system_prompt),
         }
+
+    def _ask(self, prompt: Prompt, row: Row, values: Mapping[str, Any]) -> Future[Caption]:
+        """Put one question to the engine; a failed future where it cannot even be put."""
+        start_s = row.body.get("start_s", 0.0)
+        times = tuple(time_s - start_s for time_s in row.body.get("frame_times_s", ()))
         try:
-            caption = self._engine.submit(request).result()
+            text, system = fill(prompt, values)
         except RowError as error:
-            return columns | {"status": "failed", "error_type": error.error_type, "error_message": error.message}
-        except EngineError:
-            os._exit(1)  # the process is broken: Ray starts another and runs the rows in flight again
-        return columns | {
-            "caption": caption.text,
-            "finish_reason": caption.finish_reason,
-            "num_prompt_tokens": caption.num_prompt_tokens,
-            "num_output_tokens": caption.num_output_tokens,
-        }
+            refused: Future[Caption] = Future()
+            refused.set_exception(error)
+            return refused
+        key = row.item_id if prompt == self._config.prompts[0] else f"{row.item_id}:{prompt.name}"
+        return self._engine.submit(CaptionRequest(key, row.frames_THWC, times, text, system))
+
+    def _summarise(self, row: Row) -> dict[str, Any]:
+        """The columns of a video's summary, from `captions`: (start, end, text) of its clips in order."""
+        prompt = self._config.summary
+        assert prompt is not None
+        parts = [f"{start_s:.1f} to {end_s:.1f}: {text}" for start_s, end_s, text in row.body["captions"]]
+        while True:
+            groups = list(_groups(parts))
+            asked = [self._ask(prompt, row, row.body["metadata"] | {"captions": "\n".join(g)}) for g in groups]
+            answers = [_answer(prompt, got) for got in asked]
+            failed = next((answer for answer in answers if answer["error_type"]), None)
+            if failed is not None:
+                return {"status": "failed"} | {name: failed[name] for name in ("error_type", "error_message")}
+            parts = [answer["caption"] for answer in answers]
+            if len(groups) == 1:
+                return {"status": "ok", "summary": parts[0], "flags": answers[0]["flags"]}
+
+
+def _answer(prompt: Prompt, got: Future[Caption]) -> dict[str, Any]:
+    """One entry of `answers`."""
+    row: dict[str, Any] = {"prompt_name": prompt.name, "prompt_hash": prompt.hash, "flags": [], "error_type": None}
+    try:
+        caption = got.result()
+    except RowError as error:
+        return row | {"error_type": error.error_type, "error_message": error.message}
+    except EngineError:
+        os._exit(1)  # the process is broken: Ray starts another and runs the rows in flight again
+    return row | {
+        "caption": caption.text,
+        "flags": caption_flags(caption.text, prompt.text, prompt.script),
+        "finish_reason": caption.finish_reason,
+        "num_prompt_tokens": caption.num_prompt_tokens,
+        "num_output_tokens": caption.num_output_tokens,
+    }
+
+
+def _outcome(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Status of a clip, and its first error: failed where no prompt was answered, partial where some were not."""
+    failed = [answer for answer in answers if answer["error_type"]]
+    if not failed:
+        return {"status": "ok"}
+    status = "failed" if len(failed) == len(answers) else "partial"
+    return {"status": status, "error_type": failed[0]["error_type"], "error_message": failed[0]["error_message"]}
+
+
+def _groups(parts: Sequence[str]) -> Iterator[list[str]]:
+    """Parts in order, at least two together wherever there are two, so that merging in steps comes to an end."""
+    group: list[str] = []
+    for part in parts:
+        if len(group) >= 2 and sum(len(one) + 1 for one in group) + len(part) > MAX_SUMMARY_CHARS:
+            yield group
+            group = []
+        group.append(part)
+    yield group

@@ -7,7 +7,8 @@ position.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,7 @@ TODO = pa.schema(
         pa.field("want_speech", pa.bool_()),
         pa.field("done_clips", pa.list_(pa.int32())),  # indices whose captions are already there
         pa.field("done_chunks", pa.list_(pa.string())),  # ids whose transcripts are already there
+        pa.field("metadata", pa.string()),  # JSON: what the prompts show of the video's metadata
     ]
 )
 
@@ -109,7 +111,8 @@ def _rows(event: Event, todo: dict[str, Any], summary: _Summary, emitted: set[in
             summary.clips = [(span_id("clip", video_id, start, end), start, end) for start, end in event.windows]
         case ClipFrames():
             emitted.add(event.index)
-            yield Row("clip", video_id, summary.clips[event.index][0], _clip_body(event), event.frames_THWC)
+            body = _clip_body(event) | {"metadata": json.loads(todo["metadata"])}
+            yield Row("clip", video_id, summary.clips[event.index][0], body, event.frames_THWC)
         case ClipFailed():
             emitted.add(event.index)
             yield _failed_clip(video_id, summary, event.index, event.error_type, event.message)
@@ -167,8 +170,8 @@ def _unreached(video_id: str, summary: _Summary, emitted: set[int]) -> Iterator[
             yield _failed_clip(video_id, summary, index, *summary.error)
 
 
-def todo_row(todo: Any, done_clips: list[int], done_chunks: list[str]) -> dict[str, Any]:
-    """A row of schema `TODO` from a planned item."""
+def todo_row(todo: Any, done_clips: list[int], done_chunks: list[str], metadata: Sequence[str] = ()) -> dict[str, Any]:
+    """A row of schema `TODO` from a planned item; `metadata` names what the prompts show of it."""
     return {
         "video_id": todo.source.video_id,
         "uri": todo.source.uri,
@@ -177,4 +180,5 @@ def todo_row(todo: Any, done_clips: list[int], done_chunks: list[str]) -> dict[s
         "want_speech": todo.want_speech,
         "done_clips": done_clips,
         "done_chunks": done_chunks,
+        "metadata": json.dumps({name: todo.source.metadata.get(name) for name in metadata}),
     }

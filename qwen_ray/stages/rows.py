@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-Kind = Literal["video", "clip", "speech"]
+Kind = Literal["video", "clip", "speech", "summary"]
 
 ROWS = pa.schema(
     [
@@ -33,7 +33,9 @@ ROWS = pa.schema(
 
 @dataclass(slots=True)
 class Row:
-    """A row in Python: a clip to caption, a chunk of speech to transcribe, or the summary of a video (its last row)."""
+    """A row in Python: a clip to caption, a chunk of speech to transcribe, what a video consists of (kind `video`, its
+    last row), or a video's captions to merge.
+    """
 
     kind: Kind
     video_id: str

@@ -183,7 +183,7 @@ def test_a_new_prompt_redoes_captions_and_nothing_else(ray_address, mixed_folder
     job = qwen_ray.configure(inputs, str(tmp_path / "out"), preset="tiny", set=FAKE)
     qwen_ray.run(job)
     (before,), segments = rows(job.output, "videos"), rows(job.output, "segments")
-    other = qwen_ray.configure(inputs, job.output, preset="tiny", set=[*FAKE, "caption.prompt=What moves?"])
+    other = qwen_ray.configure(inputs, job.output, preset="tiny", set=[*FAKE, "caption.prompts=What moves?"])
 
     report = qwen_ray.run(other)
 

@@ -240,3 +240,64 @@ def test_a_redo_that_cannot_open_the_file_loses_no_facts():
 def test_damage_outlives_a_redo_of_one_component():
     merged = merge(_video(status="partial"), _video(caption_status="skipped"), keep_caption=True, keep_speech=False)
     assert merged["status"] == "partial"
+
+
+def _merged(row, **body):
+    return Row(row.kind, row.video_id, row.item_id, {"status": "ok", "summary": "all of it", "flags": []} | body)
+
+
+def _with_summaries(rows, names="a"):
+    assembler = Assembler([_todo(name) for name in names], IDENTITY, summaries=True)
+    for row in rows:
+        assembler.add(row)
+    return assembler
+
+
+@given(st.permutations(_rows_of("a")))
+def test_a_video_waits_for_the_summary_of_all_its_captions_in_order_of_time(rows):
+    assembler = _with_summaries(rows[:-1])
+    assert assembler.to_summarise() == []
+    assembler.add(rows[-1])
+    assert assembler.take(everything=True) == []
+    (asked,) = assembler.to_summarise()
+    assert asked.body["captions"] == [(0.0, 6.0, "a 0"), (12.0, 18.0, "a 1")]
+    assembler.add(_merged(asked))
+    (one,) = assembler.take()
+    assert (one.video["summary"], one.video["status"], len(one.clips)) == ("all of it", "ok", 2)
+    assert assembler.to_summarise() == []
+
+
+def test_a_video_without_a_caption_needs_no_summary():
+    failed = {"status": "failed", "error_type": "unreadable", "error_message": "no", "caption": None}
+    clip = _clip("a", 0, **failed)
+    silent = _with_summaries([clip, _summary("a", [clip])])
+    assert [one.video["summary"] for one in silent.take()] == [None]
+    only_sound = _with_summaries([_summary("a", [])])
+    assert len(only_sound.take()) == 1
+
+
+def test_a_summary_that_fails_or_is_lost_leaves_the_captions_and_says_so():
+    assembler = _with_summaries([*_rows_of("a"), *_rows_of("b")], "ab")
+    asked = {row.video_id: row for row in assembler.to_summarise()}
+    assembler.add(_merged(asked["a"], status="failed", error_type="too_long", error_message="much"))
+    assembler.give_up()
+    videos = {one.video["video_id"]: one.video for one in assembler.take()}
+    assert {name: (v["status"], v["caption_status"], v["error_type"]) for name, v in videos.items()} == {
+        "a": ("partial", "partial", "too_long"),
+        "b": ("partial", "partial", "lost"),
+    }
+
+
+def test_summaries_survive_a_crash():
+    before = _with_summaries([*_rows_of("a"), *_rows_of("b")[:-1]], "ab")
+    before.add(_merged(before.to_summarise()[0]))
+    after = _with_summaries([], "ab")
+    after.load(before.save())
+    assert [one.video["summary"] for one in after.take()] == ["all of it"]
+
+
+def test_the_captions_fingerprint_follows_the_metadata_that_prompts_show():
+    prints = Fingerprints(decode="d", caption="c", speech="s", metadata=("title",))
+    sources = [Source("a", "file:///a", "v1", 10, {"title": t, "other": o}) for t, o in ("xy", "xz", "uy")]
+    first, same, other = (prints.of_caption(source) for source in sources)
+    assert first == same != other

@@ -4,6 +4,7 @@ import pytest
 
 from qwen_ray.config import JobConfig, fingerprint, from_dict, override, preset, set_paths, to_dict
 from qwen_ray.errors import ConfigError
+from qwen_ray.prompts import Prompt
 
 
 def test_a_preset_survives_being_written_and_read():
@@ -20,9 +21,8 @@ def test_set_overrides_one_value_and_no_other():
 @pytest.mark.parametrize(
     ("assignment", "value"),
     [
-        ("caption.prompt=Say: one: two # three", "Say: one: two # three"),
-        ("caption.prompt=[x", "[x"),
-        ("caption.prompt=*all*", "*all*"),
+        ("caption.model=*all*: # x", "*all*: # x"),
+        ("caption.model=[x", "[x"),
         ("speech.language=no", "no"),
         ("speech.language=", ""),
     ],
@@ -75,7 +75,7 @@ def test_fingerprints_follow_content_and_ignore_speed():
     base = fingerprint(caption, "revision-1")
     assert fingerprint(dataclasses.replace(caption, batch_size=99, num_gpus=0.5, replicas=3), "revision-1") == base
     changed = {
-        fingerprint(dataclasses.replace(caption, prompt="What happens?"), "revision-1"),
+        fingerprint(dataclasses.replace(caption, prompts=(Prompt(name="x", text="What happens?"),)), "revision-1"),
         fingerprint(dataclasses.replace(caption, max_new_tokens=7), "revision-1"),
         fingerprint(caption, "revision-2"),
     }

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from qwen_ray.engines.qwen_vl.family import CLIP_MEAN, CLIP_STD, FAMILIES, HALF, patch_times
 from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
-from qwen_ray.engines.qwen_vl.sampling import SeededSampling
+
+QWEN2_5 = Patching(14, 2, 2, CLIP_MEAN, CLIP_STD)
+QWEN3 = Patching(16, 2, 2, HALF, HALF)
 
 
 def _by_definition(frames_THWC, how):
@@ -24,16 +27,18 @@ def _by_definition(frames_THWC, how):
     return torch.stack(patches)
 
 
-@pytest.mark.parametrize("shape", [(2, 28, 28), (4, 56, 84), (8, 84, 112)])
-def test_patches_are_cut_in_the_reference_order(shape):
-    frames_THWC = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (*shape, 3), dtype=np.uint8))
-    how = Patching()
+@pytest.mark.parametrize("how", [QWEN2_5, QWEN3], ids=["qwen2.5", "qwen3"])
+@pytest.mark.parametrize("shape", [(2, 1, 1), (4, 2, 3), (8, 3, 4)])
+def test_patches_are_cut_in_the_reference_order(how, shape):
+    frames, rows, columns = shape
+    size = (frames, rows * how.patch * how.merge, columns * how.patch * how.merge, 3)
+    frames_THWC = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
     assert torch.equal(patchify(frames_THWC, how), _by_definition(frames_THWC, how))
 
 
 def test_token_counts_of_known_clips():
-    assert Patching().grid(16, 364, 644) == (8, 26, 46)
-    assert Patching().num_tokens(16, 364, 644) == 2392  # 9,568 patches of the reference processor, merged by four
+    assert QWEN2_5.grid(16, 364, 644) == (8, 26, 46)
+    assert QWEN2_5.num_tokens(16, 364, 644) == 2392  # 9,568 patches of the reference processor, merged by four
 
 
 @pytest.mark.parametrize(
@@ -50,26 +55,13 @@ def test_prompts_are_padded_on_the_left():
     assert mask_BL.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
-def _draws(keys, logits, temperature=1.0, top_p=1.0):
-    processor = SeededSampling(keys, 0, temperature, top_p)
-    return processor(None, logits.expand(len(keys), -1)).argmax(-1)
+def test_qwen3_reads_the_time_of_every_pair_of_frames_and_qwen2_5_none():
+    times_s, size = (-0.02, 0.0, 1.5, 2.25, 5.0, 11.3), (6, 64, 96)
+    text = FAMILIES["qwen3_vl"].placeholders(times_s, size, QWEN3)
+    pads = "<|vision_start|>" + "<|video_pad|>" * 6 + "<|vision_end|>"
+    assert text == f"<0.0 seconds>{pads}<1.9 seconds>{pads}<8.2 seconds>{pads}"  # 1.875, and 8.15 in binary is above
+    assert FAMILIES["qwen2_5_vl"].placeholders(times_s, (6, 56, 84), QWEN2_5) == "<|video_pad|>" * 18
 
 
-def test_sampling_follows_the_distribution():
-    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
-    draws = _draws([f"clip-{k}" for k in range(20_000)], probabilities.log()[None])
-    observed = torch.bincount(draws, minlength=4) / len(draws)
-    assert torch.allclose(observed, probabilities, atol=0.012)  # 3.4 standard deviations of the largest
-
-
-def test_sampling_stays_inside_the_nucleus():
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()[None]
-    draws = _draws([f"clip-{k}" for k in range(2_000)], logits, top_p=0.6)
-    assert set(draws.tolist()) == {0, 1}
-
-
-def test_a_draw_depends_on_its_own_key_alone():
-    logits = torch.zeros(1, 50)
-    together = _draws(["a", "b", "c"], logits)
-    assert [_draws([key], logits).item() for key in "cab"] == together[[2, 0, 1]].tolist()
-    assert len(set(together.tolist())) == 3
+def test_the_time_of_a_pair_is_its_middle_whatever_the_spacing():
+    assert patch_times((0.0, 1.0, 1.0, 5.0), 2) == [0.5, 3.0]

@@ -1,4 +1,4 @@
-"""Any Qwen2.5-VL checkpoint through transformers' `generate()`, batched, on CPU and CUDA.
+"""Any checkpoint of `family.FAMILIES` through transformers' `generate()`, batched, on CPU and CUDA.
 
 One thread owns the model. Callers queue requests; the thread takes whatever waits, up to `batch_size`, and answers it
 in one call, so batches fill by themselves when many rows are in flight and a lone row does not wait. Prompts are
@@ -7,34 +7,28 @@ padded on the left, which leaves every caption the same as if it had been asked 
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    GenerationConfig,
-    LogitsProcessorList,
-    Qwen2_5_VLForConditionalGeneration,
-)
-from transformers.utils import cached_file
+from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig, LogitsProcessorList
 from transformers.utils import logging as transformers_logging
 
 from qwen_ray.config import CaptionConfig
-from qwen_ray.engines.models import Model
+from qwen_ray.engines.generation import settle
+from qwen_ray.engines.models import Model, read_json
 from qwen_ray.engines.protocol import Caption, CaptionRequest
+from qwen_ray.engines.qwen_vl.family import FAMILIES, VIDEO_PAD, Family
 from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
 from qwen_ray.engines.qwen_vl.sampling import SeededSampling
 from qwen_ray.errors import EngineError, RequestError, ResourceError, RowError
 from qwen_ray.prompts import messages
 
-VIDEO_PAD = "<|video_pad|>"
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +43,7 @@ class QwenVLEngine:
     """A `CaptionEngine` over one model in this process."""
 
     def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
-        self._config = config
+        self._config = settle(config, read_json(model, "generation_config.json"))
         self._device = torch.device("cuda" if cuda else "cpu")
         dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
         if not cuda:
@@ -57,13 +51,15 @@ class QwenVLEngine:
         transformers_logging.disable_progress_bar()
         pinned: dict[str, Any] = {} if model.is_local else {"revision": model.revision}
         self._tokenizer = AutoTokenizer.from_pretrained(model.location, **pinned)
-        network = Qwen2_5_VLForConditionalGeneration.from_pretrained(
-            model.location, dtype=dtype, attn_implementation="sdpa", **pinned
+        # "auto" spreads a model that needs several GPUs over all that this process was given, layer by layer.
+        network = AutoModelForImageTextToText.from_pretrained(
+            model.location, dtype=dtype, attn_implementation="sdpa", device_map="auto" if cuda else None, **pinned
         )
-        self._model: Any = network.eval().to(self._device)
-        self._patching = _patching(model, self._model.config.vision_config, pinned)
+        self._model: Any = network.eval()
+        self._family = FAMILIES[self._model.config.model_type]
+        self._patching = _patching(model, self._family, self._model.config.vision_config)
         self._video_pad_id = int(self._tokenizer.convert_tokens_to_ids(VIDEO_PAD))
-        self._generation = _generation(config, self._model.generation_config)
+        self._generation = _generation(self._config, self._model.generation_config, self._tokenizer)
         self._model.generation_config = self._generation  # ours alone: defaults of the checkpoint must not seep in
         self.precision = str(dtype).removeprefix("torch.")
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
@@ -93,12 +89,17 @@ class QwenVLEngine:
         self._thread.join()
 
     def _tokenize(self, request: CaptionRequest) -> list[int]:
+        frames_THWC = request.frames_THWC
         text = self._tokenizer.apply_chat_template(
-            messages(request.prompt, request.system_prompt), tokenize=False, add_generation_prompt=True
+            messages(request.prompt, request.system_prompt, video=frames_THWC is not None),
+            tokenize=False,
+            add_generation_prompt=True,
         )
-        num_frames, height, width, _ = request.frames_THWC.shape
-        pads = VIDEO_PAD * self._patching.num_tokens(num_frames, height, width)
-        return cast(list[int], self._tokenizer(text.replace(VIDEO_PAD, pads, 1))["input_ids"])
+        if frames_THWC is not None:
+            size = cast(tuple[int, int, int], frames_THWC.shape[:3])
+            video = self._family.placeholders(request.frame_times_s, size, self._patching)
+            text = text.replace(VIDEO_PAD, video, 1)
+        return cast(list[int], self._tokenizer(text)["input_ids"])
 
     def _serve(self) -> None:
         while batch := self._next_batch():
@@ -163,9 +164,9 @@ class QwenVLEngine:
         inputs = self._inputs(batch)
         config = self._config
         processors = LogitsProcessorList()
-        if config.temperature > 0:
+        if config.temperature:
             keys = [waiting.request.clip_id for waiting in batch]
-            processors.append(SeededSampling(keys, config.seed, config.temperature, config.top_p))
+            processors.append(SeededSampling(keys, config))
         with torch.inference_mode():
             tokens_BL = self._model.generate(**inputs, generation_config=self._generation, logits_processor=processors)
         new_BL = tokens_BL[:, inputs["input_ids"].shape[1] :].tolist()
@@ -173,17 +174,27 @@ class QwenVLEngine:
 
     def _inputs(self, batch: list[_Waiting]) -> dict[str, torch.Tensor]:
         ids_BL, mask_BL = left_pad([w.token_ids for w in batch], cast(int, self._generation.pad_token_id))
-        frames = [torch.from_numpy(w.request.frames_THWC).to(self._device) for w in batch]
         inputs = {
             "input_ids": ids_BL,
             "attention_mask": mask_BL,
             # 2 marks video; without it transformers falls back to one-dimensional positions and says nothing
             "mm_token_type_ids": (ids_BL == self._video_pad_id) * 2,
-            "pixel_values_videos": torch.cat([patchify(f, self._patching) for f in frames]).to(self._model.dtype),
-            "video_grid_thw": torch.tensor([self._patching.grid(*f.shape[:3]) for f in frames]),
-            "second_per_grid_ts": torch.tensor([second_per_grid(w.request.frame_times_s) for w in batch]),
+            **self._videos([w.request for w in batch if w.request.frames_THWC is not None]),
         }
         return {name: tensor.to(self._device) for name, tensor in inputs.items()}
+
+    def _videos(self, requests: Sequence[CaptionRequest]) -> dict[str, torch.Tensor]:
+        """Of the requests that have frames; nothing where none has."""
+        if not requests:
+            return {}
+        frames = [torch.from_numpy(request.frames_THWC).to(self._device) for request in requests]
+        inputs = {
+            "pixel_values_videos": torch.cat([patchify(f, self._patching) for f in frames]).to(self._model.dtype),
+            "video_grid_thw": torch.tensor([self._patching.grid(*f.shape[:3]) for f in frames]),
+        }
+        if not self._family.timestamps:
+            inputs["second_per_grid_ts"] = torch.tensor([second_per_grid(r.frame_times_s) for r in requests])
+        return inputs
 
     def _caption(self, waiting: _Waiting, new_ids: list[int]) -> Caption:
         ends = set(cast(list[int], self._generation.eos_token_id))
@@ -194,31 +205,28 @@ class QwenVLEngine:
         return Caption(text, "length" if length is None else "stop", len(waiting.token_ids), num_output)
 
 
-def _patching(model: Model, vision: Any, pinned: dict[str, Any]) -> Patching:
+def _patching(model: Model, family: Family, vision: Any) -> Patching:
     """From the vision config, and the channel statistics from the preprocessor's file where the checkpoint has one."""
-    path = cached_file(
-        model.location, "preprocessor_config.json", _raise_exceptions_for_missing_entries=False, **pinned
-    )
-    stated = json.loads(Path(path).read_text()) if path else {}
-    default = Patching()
+    stated = read_json(model, "preprocessor_config.json") or {}
     return Patching(
         patch=vision.patch_size,
         merge=vision.spatial_merge_size,
         temporal=vision.temporal_patch_size,
-        mean=tuple(stated.get("image_mean", default.mean)),
-        std=tuple(stated.get("image_std", default.std)),
+        mean=tuple(stated.get("image_mean", family.mean)),
+        std=tuple(stated.get("image_std", family.std)),
     )
 
 
-def _generation(config: CaptionConfig, checkpoint: GenerationConfig) -> GenerationConfig:
-    """Our settings with the checkpoint's special tokens."""
-    ends = checkpoint.eos_token_id
+def _generation(config: CaptionConfig, checkpoint: GenerationConfig, tokenizer: Any) -> GenerationConfig:
+    """Our settings with the checkpoint's special tokens, or the tokenizer's where it states none."""
+    stated = checkpoint.eos_token_id if checkpoint.eos_token_id is not None else tokenizer.eos_token_id
+    ends = stated if isinstance(stated, list) else [stated]
     return GenerationConfig(
         max_new_tokens=config.max_new_tokens,
         do_sample=False,
         repetition_penalty=config.repetition_penalty,
-        eos_token_id=ends if isinstance(ends, list) else [ends],
-        pad_token_id=checkpoint.pad_token_id if checkpoint.pad_token_id is not None else checkpoint.bos_token_id,
+        eos_token_id=ends,
+        pad_token_id=checkpoint.pad_token_id if checkpoint.pad_token_id is not None else ends[0],
     )
 
 
@@ -234,7 +242,9 @@ def _breaks_process(error: Exception) -> bool:
 
 
 def _as_row_error(error: Exception, waiting: _Waiting) -> RowError:
-    shape = "x".join(str(n) for n in waiting.request.frames_THWC.shape)
+    frames_THWC = waiting.request.frames_THWC
+    what = "a text" if frames_THWC is None else "a clip of " + "x".join(str(n) for n in frames_THWC.shape)
+    what = f"{what}, {len(waiting.token_ids)} prompt tokens,"
     if isinstance(error, torch.OutOfMemoryError):
-        return ResourceError("out_of_memory", f"a clip of {shape} does not fit into GPU memory even alone")
-    return RequestError("engine_crashed", f"the model failed on a clip of {shape}: {type(error).__name__}: {error}")
+        return ResourceError("out_of_memory", f"{what} does not fit into GPU memory even alone")
+    return RequestError("engine_crashed", f"the model failed on {what}: {type(error).__name__}: {error}")

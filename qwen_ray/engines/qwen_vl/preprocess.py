@@ -1,4 +1,4 @@
-"""From uint8 frames and a prompt to the tensors that Qwen2.5-VL takes, on the device where the model lives.
+"""From uint8 frames and a prompt to the tensors that Qwen-VL models take, on the device where the model lives.
 
 Frames arrive already resized, so a clip crosses to the GPU as bytes, a quarter of its float form, and no image
 processor runs on the CPU. Normalising and cutting into patches repeat transformers' `Qwen2VLVideoProcessor` operation
@@ -15,12 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
-CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
-"""Channel statistics of OpenAI's CLIP, which every Qwen2-VL and Qwen2.5-VL checkpoint uses
-(`preprocessor_config.json`).
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Patching:
@@ -28,11 +22,11 @@ class Patching:
     0..1.
     """
 
-    patch: int = 14
-    merge: int = 2
-    temporal: int = 2
-    mean: tuple[float, float, float] = CLIP_MEAN
-    std: tuple[float, float, float] = CLIP_STD
+    patch: int
+    merge: int
+    temporal: int
+    mean: tuple[float, float, float]
+    std: tuple[float, float, float]
 
     def grid(self, num_frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Patches along time, height and width."""

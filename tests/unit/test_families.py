@@ -1,0 +1,125 @@
+"""Every family of checkpoints through one engine: the tokens of transformers' `generate()`, whatever shares a batch."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText, AutoTokenizer
+
+from qwen_ray.config import CaptionConfig
+from qwen_ray.engines import build
+from qwen_ray.engines.protocol import CaptionRequest
+from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
+from tests.checkpoints import FAMILIES, write_checkpoint
+
+NEW_TOKENS = 12
+STATISTICS = {
+    "qwen2_5_vl": ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]),
+    "qwen3": ([0.5] * 3, [0.5] * 3),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    folder = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    config = CaptionConfig(model=str(folder), max_new_tokens=NEW_TOKENS, batch_size=8)
+    engine = QwenVLEngine(config, build.resolve(config), cuda=False)
+    yield request.param, folder, engine
+    engine.close()
+
+
+def _requests(family):
+    unit = 28 if family == "qwen2_5_vl" else 32
+    draw = np.random.default_rng(0)
+    requests = []
+    for k in range(9):
+        size = (2 * (k % 3 + 1), unit * (1 + k % 2), unit * (2 + k % 3), 3)
+        times_s = tuple(round(0.7 * j * (1 + k % 4) + 0.05 * j**2, 3) for j in range(size[0]))
+        frames_THWC = draw.integers(0, 256, size, dtype=np.uint8)
+        requests.append(CaptionRequest(str(k), frames_THWC, times_s, "Describe the video." + " really" * k))
+    return requests
+
+
+def _by_definition(frames_THWC, patch, mean, std):
+    """`pixel_values_videos`: time, merge cells by row, the cell's patches by row; inside: channel, time, y, x."""
+    pixels = (torch.from_numpy(frames_THWC).float() - torch.tensor(mean) * 255) / (torch.tensor(std) * 255)
+    num_frames, height, width, _ = pixels.shape
+    rows = [
+        pixels[t : t + 2, y + dy : y + dy + patch, x + dx : x + dx + patch].permute(3, 0, 1, 2).reshape(-1)
+        for t in range(0, num_frames, 2)
+        for y in range(0, height, 2 * patch)
+        for x in range(0, width, 2 * patch)
+        for dy in (0, patch)
+        for dx in (0, patch)
+    ]
+    return torch.stack(rows), [num_frames // 2, height // patch, width // patch]
+
+
+def _inputs(family, tokenizer, request):
+    """What `generate()` takes, put together as the model cards describe it."""
+    is_2_5 = family == "qwen2_5_vl"
+    mean, std = STATISTICS["qwen2_5_vl" if is_2_5 else "qwen3"]
+    pixels, grid = _by_definition(request.frames_THWC, 14 if is_2_5 else 16, mean, std)
+    pads = "<|video_pad|>" * (grid[1] * grid[2] // 4)
+    times = request.frame_times_s
+    if is_2_5:
+        video = pads * grid[0]
+    else:
+        stamps = [(times[k] + times[k + 1]) / 2 for k in range(0, len(times), 2)]
+        video = "".join(f"<{t:.1f} seconds><|vision_start|>{pads}<|vision_end|>" for t in stamps)
+    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+    user = f"<|im_start|>user\n<|vision_start|>{video}<|vision_end|>{request.prompt}<|im_end|>\n"
+    ids = torch.tensor([tokenizer(f"{system}{user}<|im_start|>assistant\n")["input_ids"]])
+    inputs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")) * 2,
+        "pixel_values_videos": pixels,
+        "video_grid_thw": torch.tensor([grid]),
+    }
+    if is_2_5:
+        inputs["second_per_grid_ts"] = torch.tensor([2 * (times[-1] - times[0]) / (len(times) - 1)])
+    return inputs
+
+
+def _generated(family, folder, requests):
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    texts = []
+    for request in requests:
+        inputs = _inputs(family, tokenizer, request)
+        with torch.inference_mode():
+            tokens = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+        new = tokens[0, inputs["input_ids"].shape[1] :]
+        texts.append(tokenizer.decode(new, skip_special_tokens=True).strip())
+    return texts
+
+
+def test_tokens_equal_transformers_generate_in_any_batch(family):
+    name, folder, engine = family
+    requests = _requests(name)
+    wanted = dict(zip((r.clip_id for r in requests), _generated(name, folder, requests), strict=True))
+    assert len(set(wanted.values())) == len(wanted), "every clip should have its own answer"
+    for seed in range(3):
+        text_only = [CaptionRequest(f"t{seed}", None, (), "Say something.")]
+        mixed = random.Random(seed).sample(requests + text_only, len(requests) + 1)
+        answers = [(one.clip_id, engine.submit(one)) for one in mixed]
+        got = {clip_id: answer.result().text for clip_id, answer in answers}
+        assert {clip_id: got[clip_id] for clip_id in wanted} == wanted
+
+
+def test_a_text_is_answered_the_same_after_a_video_as_before(family):
+    _, _, engine = family
+    text = CaptionRequest("t", None, (), "These are captions of clips. What does the whole video show?")
+    before = engine.submit(text).result()
+    engine.submit(_requests(family[0])[2]).result()
+    assert engine.submit(text).result() == before
+
+
+def test_true_times_reach_the_model(family):
+    """The same pictures at other times are another prompt, or at least other positions."""
+    name, _, engine = family
+    request = _requests(name)[5]
+    late = CaptionRequest("late", request.frames_THWC, tuple(9 * t for t in request.frame_times_s), request.prompt)
+    assert engine.submit(late).result().text != engine.submit(request).result().text
