@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qwen_ray.api import configure, frames, probe, read_table, verify
+    from qwen_ray.api import Captioner, configure, frames, probe, read_table, verify
     from qwen_ray.config import (
         PRESETS,
         CaptionConfig,
@@ -25,16 +25,19 @@ if TYPE_CHECKING:
         StorageConfig,
     )
     from qwen_ray.errors import ConfigError, QwenRayError
+    from qwen_ray.prompts import Prompt
     from qwen_ray.report import RunReport
     from qwen_ray.runner import run
 
 _HOME = {
     "PRESETS": "config",
     "CaptionConfig": "config",
+    "Captioner": "api",
     "CommitConfig": "config",
     "ConfigError": "errors",
     "DecodeConfig": "config",
     "JobConfig": "config",
+    "Prompt": "prompts",
     "QwenRayError": "errors",
     "RunReport": "report",
     "SpeechConfig": "config",
@@ -51,10 +54,12 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "CaptionConfig",
+    "Captioner",
     "CommitConfig",
     "ConfigError",
     "DecodeConfig",
     "JobConfig",
+    "Prompt",
     "QwenRayError",
     "RunReport",
     "SpeechConfig",

@@ -6,16 +6,17 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen_ray.config import JobConfig, StorageConfig, load_file, override, set_paths
+from qwen_ray.config import JobConfig, StorageConfig, load_file, override, set_paths, to_dict
 from qwen_ray.config import preset as preset_named
 from qwen_ray.errors import ConfigError
 from qwen_ray.io.lease import LEASE, read_lease
 from qwen_ray.io.storage import Storage, canonical_uri, fetch, open_storage
+from qwen_ray.prompts import Prompt, load_all
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -27,8 +28,16 @@ SAMPLES = Path(__file__).parent / "assets" / "samples"
 """The sample videos of `qwen-ray demo`; `truth.json` beside them says what they show and say."""
 
 
-def configure(input: str, output: str, *, preset: str = "", config: str = "", set: Sequence[str] = ()) -> JobConfig:
-    """A run's whole configuration: a preset, a file laid over it, then single values (`caption.batch_size=8`).
+def configure(
+    input: str,
+    output: str,
+    *,
+    preset: str = "",
+    config: str = "",
+    set: Sequence[str] = (),
+    prompts: Sequence[str | Prompt] = (),
+) -> JobConfig:
+    """A run's whole configuration: a preset, a file laid over it, prompts, then single values (`caption.batch_size=8`).
 
     Raises:
         ConfigError: naming the field, what was found, what is allowed, and the nearest right name.
@@ -36,6 +45,8 @@ def configure(input: str, output: str, *, preset: str = "", config: str = "", se
     job = preset_named(preset) if preset else JobConfig()
     if config:
         job = override(job, load_file(config))
+    if prompts:
+        job = override(job, {"caption": {"prompts": [asdict(prompt) for prompt in load_all(prompts)]}})
     return dataclasses.replace(set_paths(job, list(set)), input=_absolute(input), output=_absolute(output))
 
 
@@ -60,6 +71,7 @@ def plan(job: JobConfig) -> dict[str, Any]:
         "num_vanished": len(planned.vanished),
         "models": {name: asdict(model) for name, model in recipe.models.items()},
         "fingerprints": asdict(recipe.fingerprints),
+        "config": to_dict(recipe.config),
     }
 
 
@@ -150,6 +162,71 @@ def save_frames(file: str, start_s: float, end_s: float, directory: Path, job: J
     }
     (directory / "frames.json").write_text(json.dumps(facts, indent=2))
     return paths
+
+
+class Captioner:
+    """A caption engine in this process, to try prompts on single clips; it answers as a run with `job` would.
+
+    Args:
+        job: which model, and how clips are decoded.
+
+    Raises:
+        ConfigError: no such model, or none that the engine runs.
+    """
+
+    def __init__(self, job: JobConfig) -> None:
+        from qwen_ray.engines import build
+        from qwen_ray.stages.caption import CaptionStage
+
+        if job.caption is None:
+            raise ConfigError("caption = null: this configuration makes no captions")
+        model = build.resolve(job.caption)
+        build.check(model, job)
+        self._job = job
+        self._prompts = job.caption.prompts
+        self._stage = CaptionStage(build.settle(job.caption, model), model, cuda=_has_cuda())
+
+    def ask(
+        self,
+        file: str,
+        start_s: float,
+        end_s: float,
+        prompts: Sequence[str | Prompt] = (),
+        metadata: Mapping[str, Any] | None = None,
+    ) -> list[dict[str, Any]]:
+        """What the model answers about the clip [start_s, end_s) of a file.
+
+        Args:
+            prompts: each a name, a file, a text or a `Prompt`; by default those of the job.
+            metadata: values for the prompts' placeholders.
+
+        Returns:
+            One mapping per prompt with the fields of the column `answers` of the table `clips`.
+
+        Raises:
+            InputError: the file is not readable, or no frame of the clip is.
+            ConfigError: a wrong prompt, or the clip is empty or lies outside the video.
+        """
+        from qwen_ray.stages.decode import clip_row
+
+        row = clip_row(frames(file, start_s, end_s, self._job), metadata or {})
+        return self._stage.answers(row, load_all(prompts) if prompts else self._prompts)
+
+    def close(self) -> None:
+        """Free the model."""
+        self._stage.close()
+
+    def __enter__(self) -> Captioner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def subtitles(output: str, directory: Path, endpoint_url: str = "") -> list[Path]:

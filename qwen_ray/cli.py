@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from qwen_ray import api
-from qwen_ray.config import PRESETS, JobConfig, from_dict
+from qwen_ray.config import PRESETS, JobConfig, from_dict, to_yaml
 from qwen_ray.errors import ConfigError, LeaseLostError, QwenRayError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
@@ -28,9 +28,15 @@ Input = Annotated[
     ),
 ]
 Output = Annotated[str, typer.Argument(metavar="OUTPUT", help="Folder or s3:// prefix of the tables.")]
-PresetOption = Annotated[str, typer.Option("--preset", help="Named configuration to start from, such as tiny.")]
+PresetOption = Annotated[
+    str, typer.Option("--preset", help="Named configuration to start from: tiny, qwen2.5-vl-7b, ...")
+]
 ConfigOption = Annotated[str, typer.Option("--config", help="YAML or JSON file laid over the preset.")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="One value, path=value; may be repeated.")]
+PromptOption = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", help="Name of a template, a .yaml or .txt file, or the text; may be repeated."),
+]
 LimitOption = Annotated[int, typer.Option("--limit", help="Take only the first N inputs.")]
 EndpointOption = Annotated[str, typer.Option("--endpoint-url", help="S3 endpoint of a store other than AWS.")]
 AddressOption = Annotated[str, typer.Option("--address", help="Ray cluster to join; by default one is started here.")]
@@ -44,6 +50,7 @@ def run(
     preset: PresetOption = "",
     config: ConfigOption = "",
     set: SetOption = None,
+    prompt: PromptOption = None,
     limit: LimitOption = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     endpoint_url: EndpointOption = "",
@@ -51,7 +58,7 @@ def run(
     as_json: JsonOption = False,
 ) -> None:
     """Caption and transcribe INPUT into tables under OUTPUT. Run it again at any time: it goes on where it stopped."""
-    job = _job(input, output, preset, config, set, limit, endpoint_url, address)
+    job = _job(input, output, preset, config, set, prompt, limit, endpoint_url, address)
     if dry_run:
         _show_plan(job, as_json)
     else:
@@ -60,17 +67,25 @@ def run(
 
 @app.command()
 def plan(
-    input: Input,
-    output: Output,
+    input: Input = "",
+    output: Output = "",
     preset: PresetOption = "",
     config: ConfigOption = "",
     set: SetOption = None,
+    prompt: PromptOption = None,
     limit: LimitOption = 0,
     endpoint_url: EndpointOption = "",
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print the whole configuration as YAML, which --config takes.")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what `run` would do, and do none of it."""
-    _show_plan(_job(input, output, preset, config, set, limit, endpoint_url, ""), as_json)
+    job = _job(input, output, preset, config, set, prompt, limit, endpoint_url, "")
+    if show_config:
+        typer.echo(to_yaml(job), nl=False)
+    else:
+        _show_plan(job, as_json)
 
 
 @app.command()
@@ -189,13 +204,14 @@ def _job(
     preset: str,
     config: str,
     assignments: list[str] | None,
+    prompts: list[str] | None,
     limit: int,
     endpoint_url: str,
     address: str,
 ) -> JobConfig:
     if not preset and not config:
         raise ConfigError(f"say which models to run: --preset or --config; presets: {', '.join(PRESETS)}")
-    job = api.configure(input, output, preset=preset, config=config, set=assignments or [])
+    job = api.configure(input, output, preset=preset, config=config, set=assignments or [], prompts=prompts or [])
     job = dataclasses.replace(job, limit=limit or job.limit, address=address or job.address)
     return _with_endpoint(job, endpoint_url)
 

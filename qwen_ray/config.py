@@ -313,6 +313,14 @@ def to_dict(config: JobConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
+def to_yaml(config: JobConfig) -> str:
+    """The configuration as a YAML file that `--config` takes."""
+    import yaml
+
+    values = json.loads(json.dumps(to_dict(config)))  # tuples become lists
+    return str(yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120))
+
+
 def from_dict(values: Mapping[str, Any]) -> JobConfig:
     """The inverse of `to_dict`. Raises ConfigError on unknown keys and wrong types or values."""
     return override(JobConfig(), values)

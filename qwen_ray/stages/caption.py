@@ -43,8 +43,7 @@ class CaptionStage:
 
     def _describe(self, row: Row) -> dict[str, Any]:
         """The columns of a clip's row: the first prompt's answer is its caption."""
-        asked = [self._ask(prompt, row, row.body.get("metadata") or {}) for prompt in self._config.prompts]
-        answers = [_answer(prompt, got) for prompt, got in zip(self._config.prompts, asked, strict=True)]
+        answers = self.answers(row, self._config.prompts)
         first = answers[0]
         return {
             **{name: value for name, value in first.items() if name != "flags"},
@@ -55,6 +54,15 @@ class CaptionStage:
             "model": self._config.model,
             "model_revision": self._model.revision,
         }
+
+    def answers(self, row: Row, prompts: Sequence[Prompt]) -> list[dict[str, Any]]:
+        """Entries of the column `answers`, one per prompt in order, for a row of kind `clip`."""
+        asked = [self._ask(prompt, row, row.body.get("metadata") or {}) for prompt in prompts]
+        return [_answer(prompt, got) for prompt, got in zip(prompts, asked, strict=True)]
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._engine.close()
 
     def _ask(self, prompt: Prompt, row: Row, values: Mapping[str, Any]) -> Future[Caption]:
         """Put one question to the engine; a failed future where it cannot even be put."""

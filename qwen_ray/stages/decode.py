@@ -8,8 +8,8 @@ position.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -111,8 +111,8 @@ def _rows(event: Event, todo: dict[str, Any], summary: _Summary, emitted: set[in
             summary.clips = [(span_id("clip", video_id, start, end), start, end) for start, end in event.windows]
         case ClipFrames():
             emitted.add(event.index)
-            body = _clip_body(event) | {"metadata": json.loads(todo["metadata"])}
-            yield Row("clip", video_id, summary.clips[event.index][0], body, event.frames_THWC)
+            row = clip_row(event, json.loads(todo["metadata"]))
+            yield replace(row, video_id=video_id, item_id=summary.clips[event.index][0])
         case ClipFailed():
             emitted.add(event.index)
             yield _failed_clip(video_id, summary, event.index, event.error_type, event.message)
@@ -124,6 +124,11 @@ def _rows(event: Event, todo: dict[str, Any], summary: _Summary, emitted: set[in
                 yield Row("speech", video_id, chunk_id, times, pcm=event.pcm_int16)
         case Done():
             summary.audio_error, summary.damaged = event.audio_error, event.damaged
+
+
+def clip_row(event: ClipFrames, metadata: Mapping[str, Any]) -> Row:
+    """The row of one clip, not yet of any video; `metadata` is what prompts may show of its video."""
+    return Row("clip", "", "", _clip_body(event) | {"metadata": dict(metadata)}, event.frames_THWC)
 
 
 def _clip_body(event: ClipFrames) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import yaml
 
 from tests.media import encode, x264
 
@@ -69,3 +70,10 @@ def test_plan_and_dry_run_say_the_same_and_write_nothing(folder, tmp_path):
     assert planned == json.loads(_cli("run", "--dry-run", *arguments).stdout)
     assert (planned["num_todo"], planned["planned"]["new"]) == (1, 1)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_whole_configuration_is_printed_without_input_or_model():
+    shown = yaml.safe_load(_cli("plan", "--preset", "qwen3-vl-8b", "--prompt", "What is it?", "--show-config").stdout)
+    assert shown["caption"]["model"] == "Qwen/Qwen3-VL-8B-Instruct"
+    assert shown["caption"]["prompts"] == [{"name": "prompt", "text": "What is it?", "system": "", "script": ""}]
+    assert (shown["decode"]["size_multiple"], shown["speech"]["model"]) == (32, "large-v3-turbo")

@@ -2,13 +2,31 @@ import dataclasses
 
 import pytest
 
-from qwen_ray.config import JobConfig, fingerprint, from_dict, override, preset, set_paths, to_dict
+from qwen_ray.config import (
+    PRESETS,
+    JobConfig,
+    fingerprint,
+    from_dict,
+    load_file,
+    override,
+    preset,
+    set_paths,
+    to_dict,
+    to_yaml,
+)
 from qwen_ray.errors import ConfigError
 from qwen_ray.prompts import Prompt
 
 
 def test_a_preset_survives_being_written_and_read():
     assert from_dict(to_dict(preset("tiny"))) == preset("tiny")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_prints_as_a_file_that_gives_it_back(name, tmp_path):
+    (tmp_path / "job.yaml").write_text(to_yaml(preset(name)))
+    assert from_dict(load_file(str(tmp_path / "job.yaml"))) == preset(name)
+    assert preset(name).preset == name
 
 
 def test_set_overrides_one_value_and_no_other():
