@@ -17,7 +17,10 @@ from qwen_ray.engines.protocol import Caption, CaptionRequest, Segment
 
 
 class FakeCaptionEngine:
-    """Describes the request instead of the picture; with `model` = `deadly:CLIP_ID` its process dies of that clip."""
+    """Describes the frames instead of what they show, and repeats a text that comes without frames.
+
+    With `model` = `deadly:CLIP_ID` its process dies of that clip.
+    """
 
     precision = "none"
 
@@ -28,7 +31,7 @@ class FakeCaptionEngine:
         """Answer at once."""
         if request.clip_id == self._deadly:
             os._exit(1)
-        text = f"{request.prompt.count(chr(10))} lines" if request.frames_THWC is None else _seen(request.frames_THWC)
+        text = request.prompt if request.frames_THWC is None else _seen(request.frames_THWC)
         answer: Future[Caption] = Future()
         answer.set_result(Caption(text, "stop", len(request.prompt.split()), len(text.split())))
         return answer
