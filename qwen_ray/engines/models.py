@@ -53,32 +53,53 @@ def resolve(name: str, revision: str = "") -> Model:
     return Model(str(folder), _content_hash(folder))
 
 
+def read_json(model: Model, name: str) -> dict[str, Any] | None:
+    """One of a checkpoint's small JSON files, such as `generation_config.json`; None where it has none.
+
+    Raises:
+        ConfigError: the file cannot be had, or holds no JSON object.
+    """
+    path = Path(model.location) / name if model.is_local else _hub_file(model, name)
+    if path is None or not path.exists():
+        return None
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model {model.location!r}: {name} is not readable: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"model {model.location!r}: {name} holds {type(values).__name__}, expected a JSON object")
+    return values
+
+
 def check_type(model: Model, allowed: tuple[str, ...]) -> int:
     """What height and width of a frame must be multiples of: patch size times spatial merge, from `config.json`.
 
     Raises:
         ConfigError: the checkpoint is of none of the `allowed` types, or its `config.json` is not readable.
     """
-    path = Path(model.location) / "config.json" if model.is_local else _hub_file(model, "config.json")
-    try:
-        values = json.loads(path.read_text())
-        found, vision = values.get("model_type"), values.get("vision_config") or {}
-        multiple = int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise ConfigError(f"model {model.location!r}: config.json is not readable: {error}") from None
-    if found not in allowed:
+    values = read_json(model, "config.json") or {}
+    if (found := values.get("model_type")) not in allowed:
         raise ConfigError(f"model {model.location!r} is of type {found!r}; this engine runs {', '.join(allowed)}")
-    return multiple
+    vision = values.get("vision_config") or {}
+    try:
+        return int(vision.get("patch_size", 14)) * int(vision.get("spatial_merge_size", 2))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"model {model.location!r}: vision_config in config.json is wrong: {error}") from None
 
 
-def _hub_file(model: Model, name: str) -> Path:
+def _hub_file(model: Model, name: str) -> Path | None:
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
         return Path(hf_hub_download(model.location, name, revision=model.revision))
+    except RemoteEntryNotFoundError:
+        return None
+    except LocalEntryNotFoundError as error:
+        why = type(error.__cause__ or error).__name__
     except Exception as error:  # noqa: BLE001  the hub client's transport errors differ from version to version
         why = type(error).__name__
-        raise ConfigError(f"model {model.location!r}: {name} cannot be had from the hub ({why})") from None
+    raise ConfigError(f"model {model.location!r}: {name} cannot be had from the hub ({why})")
 
 
 def hub_revision(name: str, revision: str) -> str:
@@ -123,9 +144,3 @@ def _content_hash(folder: Path) -> str:
             while block := file.read(1 << 22):
                 digest.update(block)
     return f"sha256-{digest.hexdigest()[:16]}"
-
-
-def read_json(model: Model, name: str) -> dict[str, Any] | None:
-    """STAND-IN."""
-    path = Path(model.location) / name
-    return json.loads(path.read_text()) if path.is_file() else None
