@@ -190,7 +190,7 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry: bool
                 output = _Output(storage, lease, log, folder)
                 _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
             else:
-                folder.start(config)
+                folder.start(recipe.config)
             log.save_open(None)
             report.finished = True
         finally:
