@@ -94,6 +94,7 @@ class QwenVLEngine:
             messages(request.prompt, request.system_prompt, video=frames_THWC is not None),
             tokenize=False,
             add_generation_prompt=True,
+            enable_thinking=False,  # Qwen3.5's template would have it think aloud; others do not know the word
         )
         if frames_THWC is not None:
             size = cast(tuple[int, int, int], frames_THWC.shape[:3])
