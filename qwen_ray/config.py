@@ -149,20 +149,28 @@ class CaptionConfig:
 class SpeechConfig:
     """From a video's sound to its transcript."""
 
-    engine: Literal["whisper", "fake"] = "whisper"
-    """Which engine transcribes: `whisper` (faster-whisper), or `fake`."""
+    engine: Literal["faster_whisper", "whisper", "fake"] = "faster_whisper"
+    """Which engine transcribes: `faster_whisper` (CTranslate2; fastest on a CPU, needs CUDA 12 on a GPU), `whisper`
+    (transformers; any CUDA that torch runs on, batches over videos), or `fake`.
+    """
     model: str = "builtin:whisper-tiny.en"
-    """Whisper in CTranslate2 form: a directory, a faster-whisper size or hub id, or `builtin:NAME`."""
+    """Whisper: a size such as `large-v3-turbo`, a directory, a hub id, or `builtin:NAME`; in CTranslate2 form for
+    `faster_whisper`, in transformers form for `whisper`.
+    """
     language: str = ""
     """ISO 639-1 code such as `en`; empty detects it."""
     beam_size: int = 5
-    """Beams of the decoder; 1 is greedy."""
+    """Beams of the decoder; 1 is greedy, which takes `whisper` a fraction of the time and memory."""
+    max_new_tokens: int = 0
+    """Most tokens that the model writes about a chunk in one go; 0 leaves Whisper's own bound, 448 with its prompt."""
     vad_threshold: float = 0.5
     """Speech probability from which a moment counts as speech, 0 to 1."""
     min_silence_s: float = 0.5
     """A pause of at least this many seconds ends a stretch of speech."""
     chunk_s: float = 30.0
     """Longest stretch handed to the model at once, cut at pauses; Whisper's own window is 30 s."""
+    batch_size: int = speed(8)
+    """Most chunks in one model call of `whisper`; `faster_whisper` takes them one by one."""
     num_gpus: float = speed(0.25)
     """GPU share of each engine; ignored on a cluster without GPUs."""
     num_cpus: float = speed(1.0)
@@ -176,6 +184,10 @@ class SpeechConfig:
         is_code = code == "" or (code.isascii() and code.isalpha() and code.islower() and len(code) in (2, 3))
         _check(is_code, "speech.language", code, "a code such as en, or empty to detect it")
         _check(self.beam_size >= 1, "speech.beam_size", self.beam_size, "1 or more")
+        _check(
+            0 <= self.max_new_tokens <= 440, "speech.max_new_tokens", self.max_new_tokens, "0 (Whisper's own) to 440"
+        )
+        _check(self.batch_size >= 1, "speech.batch_size", self.batch_size, "1 or more")
         _check(0 < self.vad_threshold < 1, "speech.vad_threshold", self.vad_threshold, "between 0 and 1")
         _check(self.min_silence_s > 0, "speech.min_silence_s", self.min_silence_s, "more than 0 seconds")
         _check(1 <= self.chunk_s <= 30, "speech.chunk_s", self.chunk_s, "1 to 30 seconds")

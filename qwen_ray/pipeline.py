@@ -74,7 +74,8 @@ def build(
         arguments = (config.caption, models["caption"])
         rows = _stage(rows, CaptionStage, arguments, pools.caption, calls=calls)
     if config.speech is not None and pools.speech is not None:
-        calls = 1 if careful else CALLS_IN_FLIGHT
+        batch_size = config.speech.batch_size if config.speech.engine == "whisper" else 1
+        calls = 1 if careful else batch_size * CALLS_IN_FLIGHT
         rows = _stage(rows, TranscribeStage, (config.speech, models["speech"]), pools.speech, calls=calls)
     return rows
 

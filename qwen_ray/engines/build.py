@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines import generation, models
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
@@ -9,6 +11,11 @@ from qwen_ray.errors import ConfigError
 
 CAPTION_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 """`model_type` of the checkpoints that the `qwen_vl` engine runs."""
+WHISPER_SIZES = (
+    *("tiny", "base", "small", "medium", "large", "large-v2", "large-v3", "large-v3-turbo"),
+    *("tiny.en", "base.en", "small.en", "medium.en"),
+)
+"""Sizes that OpenAI publishes in transformers form, as `openai/whisper-SIZE`."""
 
 
 def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) -> CaptionEngine:
@@ -28,9 +35,13 @@ def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> S
         from qwen_ray.engines.fake import FakeSpeechEngine
 
         return FakeSpeechEngine()
-    from qwen_ray.engines.whisper import WhisperEngine
+    if config.engine == "whisper":
+        from qwen_ray.engines.whisper.engine import WhisperEngine
 
-    return WhisperEngine(config, model, cuda=cuda)
+        return WhisperEngine(config, model, cuda=cuda)
+    from qwen_ray.engines.faster_whisper import FasterWhisperEngine
+
+    return FasterWhisperEngine(config, model, cuda=cuda)
 
 
 def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
@@ -38,7 +49,9 @@ def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
     if component.engine == "fake":
         return models.Model("fake", "fake-1")
     if isinstance(component, SpeechConfig):
-        return models.resolve(_whisper_repository(component.model))
+        model = models.resolve(whisper_repository(component))
+        _check_form(component, model)
+        return model
     return models.resolve(component.model, component.revision)
 
 
@@ -60,10 +73,31 @@ def check(model: models.Model, config: JobConfig) -> None:
         )
 
 
-def _whisper_repository(name: str) -> str:
+def _check_form(speech: SpeechConfig, model: models.Model) -> None:
+    """Raise ConfigError where a folder is a Whisper for the other engine; what is on a hub shows when it is loaded."""
+    if not model.is_local:
+        return
+    config, weights = Path(model.location) / "config.json", Path(model.location) / "model.bin"
+    is_transformers = '"model_type"' in config.read_text(encoding="utf-8", errors="replace")
+    if not is_transformers and not weights.is_file():
+        raise ConfigError(f"speech.model = {speech.model!r}: no Whisper in CTranslate2 or transformers form")
+    if is_transformers:
+        models.check_type(model, ("whisper",))
+    form, engine = ("transformers", "whisper") if is_transformers else ("CTranslate2", "faster_whisper")
+    if speech.engine != engine:
+        raise ConfigError(
+            f"speech.model = {speech.model!r} is Whisper in {form} form, which speech.engine={engine} takes; "
+            f"speech.engine is {speech.engine}"
+        )
+
+
+def whisper_repository(speech: SpeechConfig) -> str:
     """The hub id of a Whisper size such as `small` or `large-v3`; any other name as it is."""
+    name = speech.model
     if ":" in name or "/" in name:
         return name
+    if speech.engine == "whisper":
+        return f"openai/whisper-{name}" if name in WHISPER_SIZES else name
     from faster_whisper.utils import _MODELS  # the library's own table of sizes; it has no public one with the ids
 
     return str(_MODELS.get(name, name))

@@ -13,12 +13,14 @@ import pandas
 import pytest
 
 import qwen_ray
+from qwen_ray.api import SAMPLES
 from qwen_ray.errors import LeaseHeldError
 from qwen_ray.io.storage import canonical_uri, file_name
 from qwen_ray.schema import span_id, video_id_of
 from tests.media import encode, ffmpeg, x264
 from tests.s3 import S3Server, s3_server  # noqa: F401
 from tests.tables import content, rows
+from tests.voices import TRUTH, spoken
 
 FAKE = ("caption.engine=fake", "speech.engine=fake", "decode.window_s=1")
 """Engines that answer at once, and short clips: what is tested is everything around the engines."""
@@ -116,6 +118,18 @@ def test_the_same_on_an_s3_server(ray_address, mixed_folder, s3_server: S3Server
     _check_mixed(rows(job.output, "videos", s3_server.url))
     assert qwen_ray.verify(job.output, endpoint_url=s3_server.url) == []
     assert qwen_ray.run(job).videos == {}
+
+
+def test_speech_through_transformers(ray_address, whisper_folder, tmp_path):
+    settings = ["caption.engine=fake", "speech.engine=whisper", f"speech.model={whisper_folder}", "speech.beam_size=1"]
+    job = qwen_ray.configure(str(SAMPLES / "square.mp4"), str(tmp_path / "out"), preset="tiny", set=settings)
+    assert qwen_ray.run(job).videos == {"ok": 1}
+    segments = sorted(rows(job.output, "segments"), key=lambda one: one["start_s"])
+    assert spoken(" ".join(one["text"] for one in segments)) == spoken(TRUTH["square.mp4"]["script"])
+    for one, true in zip(segments, TRUTH["square.mp4"]["speech"], strict=True):
+        assert (one["start_s"], one["end_s"]) == pytest.approx((true["start_s"], true["end_s"]), abs=0.8)
+        assert [word["word"] for word in one["words"]] == one["text"].split()
+    assert qwen_ray.verify(job.output) == []
 
 
 def test_frames_are_exactly_what_the_engine_was_given(ray_address, mixed_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Whisper through faster-whisper (CTranslate2): int8 on CPU, float16 on CUDA.
+"""Whisper through faster-whisper (CTranslate2): int8 on CPU, float16 on CUDA 12.
 
 The voice-activity detector has already cut the sound into chunks of at most Whisper's own 30 s window, so no chunk is
 conditioned on the text of the one before: a repetition loop cannot spread, and chunks may be transcribed in any order.
@@ -15,15 +15,11 @@ import numpy.typing as npt
 from qwen_ray.config import SpeechConfig
 from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Segment, Word
+from qwen_ray.engines.speech import SPACELESS, doubts
 from qwen_ray.errors import EngineError, RequestError, ResourceError
 
-MAX_COMPRESSION_RATIO = 2.4
-"""Text that gzip shrinks by more than this repeats itself; the value is Whisper's own (`transcribe.py`, OpenAI)."""
-MIN_AVG_LOGPROB = -1.0
-"""Below this mean log probability a segment is doubtful; Whisper's own value."""
 
-
-class WhisperEngine:
+class FasterWhisperEngine:
     """One Whisper model in one process."""
 
     def __init__(self, config: SpeechConfig, model: Model, *, cuda: bool) -> None:
@@ -46,6 +42,7 @@ class WhisperEngine:
                 pcm.astype(np.float32) / 32768.0,
                 language=self._config.language or None,
                 beam_size=self._config.beam_size,
+                max_new_tokens=self._config.max_new_tokens or None,
                 word_timestamps=True,
                 vad_filter=False,
                 condition_on_previous_text=False,
@@ -68,7 +65,7 @@ class WhisperEngine:
 
 
 def _segment(found: Any, language: str) -> Segment:
-    words = _words(found.words or ())
+    words = _words(found.words or (), language)
     return Segment(
         text=found.text.strip(),
         start_s=words[0].start_s if words else float(found.start),
@@ -77,25 +74,20 @@ def _segment(found: Any, language: str) -> Segment:
         avg_logprob=float(found.avg_logprob),
         no_speech_prob=float(found.no_speech_prob),
         words=words,
-        flags=_flags(found.compression_ratio, found.avg_logprob),
+        flags=doubts(found.compression_ratio, found.avg_logprob, found.no_speech_prob),
     )
 
 
-def _words(found: Iterable[Any]) -> tuple[Word, ...]:
+def _words(found: Iterable[Any], language: str) -> tuple[Word, ...]:
     """Whole words: faster-whisper splits at hyphens, and a piece that begins without a space goes on from the last
-    one.
+    one, except in languages without spaces.
     """
     words: list[Word] = []
     for piece in found:
-        if words and not piece.word.startswith(" "):
+        if words and not piece.word.startswith(" ") and language not in SPACELESS:
             first = words.pop()
             least = min(first.probability, float(piece.probability))
             words.append(Word(first.word + piece.word.strip(), first.start_s, float(piece.end), least))
         else:
             words.append(Word(piece.word.strip(), float(piece.start), float(piece.end), float(piece.probability)))
     return tuple(words)
-
-
-def _flags(compression_ratio: float, avg_logprob: float) -> tuple[str, ...]:
-    doubts = {"repetition": compression_ratio > MAX_COMPRESSION_RATIO, "low_confidence": avg_logprob < MIN_AVG_LOGPROB}
-    return tuple(name for name, doubtful in doubts.items() if doubtful)
