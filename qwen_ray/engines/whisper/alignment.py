@@ -55,7 +55,7 @@ def align(
         attention_HLT = torch.stack([seen.attention(row, layer, head, after + 1, frames[row]) for layer, head in heads])
         likeness_LT = _normalised(attention_HLT).mean(0)[first:after]
         probabilities_LV = logits_BLV[row, first : after - 1, :end_id].float().softmax(-1)
-        chosen = torch.tensor(text, device=model.device)[:, None]
+        chosen = torch.tensor(text, dtype=torch.long, device=model.device)[:, None]
         found.append((likeness_LT.cpu(), probabilities_LV.gather(-1, chosen)[:, 0].cpu()))
     return found
 
