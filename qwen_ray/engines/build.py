@@ -74,12 +74,9 @@ def check(model: models.Model, config: JobConfig) -> None:
 
 
 def _check_form(speech: SpeechConfig, model: models.Model) -> None:
-    """Raise ConfigError where a folder is a Whisper for the other engine; what is on a hub shows when it is loaded."""
-    if not model.is_local:
-        return
-    config, weights = Path(model.location) / "config.json", Path(model.location) / "model.bin"
-    is_transformers = '"model_type"' in config.read_text(encoding="utf-8", errors="replace")
-    if not is_transformers and not weights.is_file():
+    """Raise ConfigError where a model is no Whisper, or one for the other engine."""
+    is_transformers = "model_type" in (models.read_json(model, "config.json") or {})
+    if not is_transformers and model.is_local and not (Path(model.location) / "model.bin").is_file():
         raise ConfigError(f"speech.model = {speech.model!r}: no Whisper in CTranslate2 or transformers form")
     if is_transformers:
         models.check_type(model, ("whisper",))
