@@ -73,3 +73,14 @@ def test_a_draw_depends_on_its_own_key_and_on_the_seed_alone():
     assert [draws([key])[0] for key in "cab"] == [together[k] for k in (2, 0, 1)]
     assert len(set(together)) == 3
     assert draws(["a", "b", "c"], dataclasses.replace(config, seed=1)) != together
+
+
+def test_draws_over_a_whole_vocabulary_are_finite_and_independent_of_step_and_key():
+    """A real vocabulary, many steps: every logit is as likely as any other, and no draw repeats the one before."""
+    config, logits = settle(CaptionConfig(temperature=1.0), None), torch.zeros(64, 20_000)
+    sampling = SeededSampling([str(k) for k in range(64)], config)
+    noisy = [sampling(None, logits) for _ in range(20)]
+    assert all(torch.isfinite(scores).all() for scores in noisy)
+    drawn = torch.stack([scores.argmax(-1) for scores in noisy]).flatten()
+    assert len(drawn.unique()) > 1200  # 1,280 draws of 20,000: some 40 meet by chance
+    assert drawn.float().mean() == pytest.approx(10_000, abs=4 * 20_000 / 12**0.5 / 1280**0.5)
