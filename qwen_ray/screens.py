@@ -72,9 +72,10 @@ def _plain_lines(console: Console) -> Callable[[Counts], None]:
 
 
 def _line(counts: Counts) -> str:
+    summaries = f"summaries {counts.summaries}  " if counts.summaries else ""
     return (
         f"videos {counts.videos}/{counts.videos_planned}  clips {counts.clips}  "
-        f"speech {counts.speech}  failed {counts.failed}"
+        f"speech {counts.speech}  {summaries}failed {counts.failed}"
     )
 
 
