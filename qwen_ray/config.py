@@ -291,8 +291,15 @@ def _qwen(hub_id: str, decode: DecodeConfig, *, num_gpus: float, batch_size: int
             num_gpus=num_gpus,
             batch_size=batch_size,
         ),
-        speech=SpeechConfig(model="large-v3-turbo", num_gpus=speech_gpus),
+        speech=_whisper(speech_gpus),
     )
+
+
+def _whisper(num_gpus: float) -> SpeechConfig:
+    """Whisper large-v3-turbo: on a GPU through transformers, which runs on any CUDA, else in int8 on the CPU."""
+    if num_gpus:
+        return SpeechConfig(engine="whisper", model="large-v3-turbo", beam_size=1, num_gpus=num_gpus)
+    return SpeechConfig(model="large-v3-turbo", num_gpus=0, num_cpus=4)
 
 
 PRESETS: dict[str, Callable[[], JobConfig]] = {
