@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from qwen_ray.errors import ConfigError
+from qwen_ray.pools import Cluster, Node
 
 
 @contextmanager
-def connected(address: str) -> Iterator[dict[str, float]]:
-    """The resources of the cluster at `address`, of one started here where that is empty, or of the one in use already.
+def connected(address: str) -> Iterator[Cluster]:
+    """The cluster at `address`, one started here where that is empty, or the one in use already.
 
     Raises:
         ConfigError: nothing answers there.
@@ -36,10 +37,18 @@ def connected(address: str) -> Iterator[dict[str, float]]:
 
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what it logs as an error is raised as well
     try:
-        yield dict(ray.cluster_resources())
+        yield _seen()
     finally:
         if mine:
             ray.shutdown()
+
+
+def _seen() -> Cluster:
+    import ray
+
+    resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    nodes = tuple(Node(found.get("CPU", 0.0), int(found.get("GPU", 0))) for found in resources)
+    return Cluster(nodes, sum(found.get("object_store_memory", 0.0) for found in resources) or float(1 << 30))
 
 
 def _connect(address: str) -> None:

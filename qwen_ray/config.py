@@ -109,7 +109,7 @@ class CaptionConfig:
     batch_size: int = speed(8)
     """Most clips in one model call."""
     num_gpus: float = speed(0.7)
-    """GPU share of each engine; ignored on a cluster without GPUs."""
+    """Share of a GPU, or number of GPUs, of each engine; ignored on a cluster without GPUs."""
     num_cpus: float = speed(1.0)
     """CPU cores of each engine, also its thread count, where there is no GPU."""
     replicas: int = speed(0)
@@ -123,7 +123,9 @@ class CaptionConfig:
         _check(self.max_new_tokens >= 1, "caption.max_new_tokens", self.max_new_tokens, "1 or more")
         self._check_sampling()
         _check(self.batch_size >= 1, "caption.batch_size", self.batch_size, "1 or more")
-        _check(self.num_gpus > 0, "caption.num_gpus", self.num_gpus, "more than 0 (CPU-only clusters ignore it)")
+        whole = self.num_gpus <= 1 or self.num_gpus == int(self.num_gpus)
+        allowed = "a share of one GPU, or a whole number of them (CPU-only clusters ignore it)"
+        _check(self.num_gpus > 0 and whole, "caption.num_gpus", self.num_gpus, allowed)
         _check(self.num_cpus > 0, "caption.num_cpus", self.num_cpus, "more than 0")
         _check(self.replicas >= 0, "caption.replicas", self.replicas, "0 (automatic) or more")
 
@@ -191,7 +193,9 @@ class SpeechConfig:
         _check(0 < self.vad_threshold < 1, "speech.vad_threshold", self.vad_threshold, "between 0 and 1")
         _check(self.min_silence_s > 0, "speech.min_silence_s", self.min_silence_s, "more than 0 seconds")
         _check(1 <= self.chunk_s <= 30, "speech.chunk_s", self.chunk_s, "1 to 30 seconds")
-        _check(self.num_gpus >= 0, "speech.num_gpus", self.num_gpus, "0 (on CPU) or more (CPU-only clusters ignore it)")
+        _check(
+            0 <= self.num_gpus <= 1, "speech.num_gpus", self.num_gpus, "0 (on CPU) to 1 (CPU-only clusters ignore it)"
+        )
         _check(self.num_cpus > 0, "speech.num_cpus", self.num_cpus, "more than 0")
         _check(self.replicas >= 0, "speech.replicas", self.replicas, "0 (automatic) or more")
 

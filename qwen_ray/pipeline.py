@@ -1,4 +1,4 @@
-"""The main path: planned inputs -> decode -> caption -> transcribe -> rows. Resources and pool sizes are decided here.
+"""The main path: planned inputs -> decode -> caption -> transcribe -> rows, on the actors that `pools` has planned.
 
 The product on one screen: `build` is the whole pipeline. Rows of every kind pass through every stage; a stage acts on
 its own kind. The engine stages take one row per task and many tasks at once: a task that is run again can then
@@ -7,20 +7,26 @@ neither repeat nor lose a row, finished rows leave at once, and the engine makes
 
 from __future__ import annotations
 
-import math
+import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+import ray
 import ray.data
 from ray.data import ActorPoolStrategy, DataContext, Dataset
+from ray.exceptions import GetTimeoutError
 from ray.util.annotations import RayDeprecationWarning
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
+from qwen_ray.config import JobConfig
 from qwen_ray.engines.models import Model
 from qwen_ray.errors import ConfigError
+from qwen_ray.pools import Pool, Pools
 from qwen_ray.stages.caption import CaptionStage
 from qwen_ray.stages.decode import TODO, DecodeStage
 from qwen_ray.stages.rows import Row
@@ -33,31 +39,49 @@ MAX_TASK_RETRIES = 2
 LOST_SHARE = 0.01
 """Share of the inputs, at least `LEAST_LOST`, whose rows may get lost in a pass before the run stops."""
 LEAST_LOST = 100
+RESERVE_S = 30.0
+"""Longest wait for cards that the cluster has and something else still holds, such as the engines of a run before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """`size` actors, each with these shares."""
+class Room:
+    """The actors of a run and the cards that are reserved for them; no reservation where no engine uses a GPU."""
 
-    size: int
-    num_cpus: float
-    num_gpus: float = 0.0
+    pools: Pools
+    group: PlacementGroup | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Pools:
-    """The actors of a run; a stage that is switched off has none."""
+@contextmanager
+def reserved(pools: Pools) -> Iterator[Room]:
+    """Hold the planned cards, each as one bundle of a placement group, until the actors on them are done.
 
-    decode: Pool
-    caption: Pool | None
-    speech: Pool | None
+    Raises:
+        ConfigError: something else holds what the cluster has.
+    """
+    if not pools.cards:
+        yield Room(pools)
+        return
+    bundles = [pools.shares(card) for card in pools.cards]
+    group = placement_group(bundles, strategy="PACK")
+    try:
+        ray.get(group.ready(), timeout=RESERVE_S)
+        yield Room(pools, group)
+    except GetTimeoutError:
+        free = ray.available_resources()
+        needed = ", ".join(f"{bundle['GPU']:g} GPU + {bundle['CPU']:g} CPU" for bundle in bundles)
+        raise ConfigError(
+            f"the cluster's GPUs are in use: the engines need {needed}, and {free.get('GPU', 0):g} GPU and "
+            f"{free.get('CPU', 0):g} CPU are free after {RESERVE_S:g} s; wait for the other job, or see `ray status`"
+        ) from None
+    finally:
+        remove_placement_group(group)
 
 
 def build(
     todos: Sequence[Mapping[str, Any]],
     config: JobConfig,
     models: Mapping[str, Model],
-    pools: Pools,
+    room: Room,
     *,
     careful: bool = False,
 ) -> Dataset:
@@ -66,29 +90,32 @@ def build(
     When an engine's process dies, all rows in it are run again, and after `MAX_TASK_RETRIES` lost together. With
     `careful` an engine holds one row at a time, so that a row which kills it takes no other along.
     """
-    blocks = _blocks(todos, pools.decode.size)
-    rows = ray.data.from_arrow(blocks)
-    rows = _stage(rows, DecodeStage, (config,), replace(pools.decode, size=min(pools.decode.size, len(blocks))))
-    if config.caption is not None and pools.caption is not None:
-        calls = 1 if careful else config.caption.batch_size * CALLS_IN_FLIGHT
-        arguments = (config.caption, models["caption"])
-        rows = _stage(rows, CaptionStage, arguments, pools.caption, calls=calls)
-    if config.speech is not None and pools.speech is not None:
+    decode = room.pools.decode
+    blocks = _blocks(todos, decode.size)
+    rows = _map(
+        ray.data.from_arrow(blocks), DecodeStage, (config,), replace(decode, size=min(decode.size, len(blocks)))
+    )
+    if config.caption is not None:
+        rows = _caption(rows, config, models, room, careful=careful)
+    if config.speech is not None:
         batch_size = config.speech.batch_size if config.speech.engine == "whisper" else 1
         calls = 1 if careful else batch_size * CALLS_IN_FLIGHT
-        rows = _stage(rows, TranscribeStage, (config.speech, models["speech"]), pools.speech, calls=calls)
+        rows = _engines(rows, TranscribeStage, (config.speech, models["speech"]), "speech", room, calls)
     return rows
 
 
 def build_summaries(
-    rows: Sequence[Row], config: JobConfig, models: Mapping[str, Model], pools: Pools, *, careful: bool = False
+    rows: Sequence[Row], config: JobConfig, models: Mapping[str, Model], room: Room, *, careful: bool = False
 ) -> Dataset:
     """The second half of a run with summaries: rows of kind `summary` through the caption engines."""
-    assert config.caption is not None
-    assert pools.caption is not None
-    calls = 1 if careful else config.caption.batch_size * CALLS_IN_FLIGHT
     blocks = ray.data.from_arrow([row.to_table() for row in rows])
-    return _stage(blocks, CaptionStage, (config.caption, models["caption"]), pools.caption, calls=calls)
+    return _caption(blocks, config, models, room, careful=careful)
+
+
+def _caption(rows: Dataset, config: JobConfig, models: Mapping[str, Model], room: Room, *, careful: bool) -> Dataset:
+    assert config.caption is not None
+    calls = 1 if careful else config.caption.batch_size * CALLS_IN_FLIGHT
+    return _engines(rows, CaptionStage, (config.caption, models["caption"]), "caption", room, calls)
 
 
 def execute(dataset: Dataset) -> Iterator[pa.Table]:
@@ -96,29 +123,59 @@ def execute(dataset: Dataset) -> Iterator[pa.Table]:
     yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
 
 
-def _stage(rows: Dataset, stage: type, arguments: tuple[Any, ...], pool: Pool, *, calls: int = 0) -> Dataset:
-    with warnings.catch_warnings():
-        # Ray 2.60 deprecates passing these two and has no other way to; left alone they are infinite, and an input
-        # that kills its actor would be tried for ever.
-        warnings.simplefilter("ignore", RayDeprecationWarning)
-        return _map(rows, stage, arguments, pool, calls)
-
-
-def _map(rows: Dataset, stage: type, arguments: tuple[Any, ...], pool: Pool, calls: int) -> Dataset:
-    engine = calls > 0
-    threads: dict[str, Any] = {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True}
-    return rows.map_batches(
+def _engines(rows: Dataset, stage: type, arguments: tuple[Any, ...], name: str, room: Room, calls: int) -> Dataset:
+    """A stage of engines, each answering `calls` rows at once, on the cards that are reserved for them."""
+    pool = dict(room.pools.engines())[name]
+    return _map(
+        rows,
         stage,
-        fn_constructor_args=arguments,
-        fn_constructor_kwargs={"cuda": pool.num_gpus > 0} if engine else {},
-        batch_size=1,
-        batch_format="pyarrow",
-        compute=ActorPoolStrategy(size=pool.size, **(threads if engine else {})),
-        num_cpus=pool.num_cpus,
-        num_gpus=pool.num_gpus,
-        max_restarts=-1,
-        max_task_retries=MAX_TASK_RETRIES,
+        arguments,
+        pool,
+        {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True},
+        fn_constructor_kwargs={"cuda": pool.num_gpus > 0},
+        ray_remote_args_fn=_pinned(room.group, room.pools.homes(name)) if pool.num_gpus else None,
     )
+
+
+def _pinned(group: PlacementGroup | None, homes: Sequence[int]) -> Callable[[], dict[str, Any]]:
+    """Where the next actor of a pool goes: one on each of its homes in turn.
+
+    Ray Data asks once for each actor as it starts the pool, and later for other reasons too. By then every home but a
+    dead actor's is full, so -1, which is wherever there is room, finds it.
+    """
+    turns = itertools.chain(homes, itertools.repeat(-1))
+
+    def arguments() -> dict[str, Any]:
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=next(turns))
+        return {"scheduling_strategy": strategy}
+
+    return arguments
+
+
+def _map(
+    rows: Dataset,
+    stage: type,
+    arguments: tuple[Any, ...],
+    pool: Pool,
+    threads: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Dataset:
+    with warnings.catch_warnings():
+        # Ray 2.60 deprecates passing remote arguments and has no other way to. Left alone, retries are infinite, and
+        # an input that kills its actor would be tried for ever.
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return rows.map_batches(
+            stage,
+            fn_constructor_args=arguments,
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=ActorPoolStrategy(size=pool.size, **(threads or {})),
+            num_cpus=pool.num_cpus,
+            num_gpus=pool.num_gpus,
+            max_restarts=-1,
+            max_task_retries=MAX_TASK_RETRIES,
+            **more,
+        )
 
 
 def _blocks(todos: Sequence[Mapping[str, Any]], num_decoders: int) -> list[pa.Table]:
@@ -158,75 +215,3 @@ def _bytes_in_flight(config: JobConfig, pools: Pools) -> float:
 
 def _clip_bytes(config: JobConfig) -> int:
     return config.decode.num_frames * config.decode.max_pixels * 3
-
-
-def plan_pools(config: JobConfig, cluster: Mapping[str, float]) -> Pools:
-    """Actors for what `cluster` has (`ray.cluster_resources()`).
-
-    With GPUs, each holds as many pairs of engines as their shares allow; without, engines take about half of the
-    cores. Decoders get the cores that are left. Where even one actor of each kind asks for more cores than there are,
-    all shares shrink alike (Ray's cores are a budget, not a fence).
-
-    Raises:
-        ConfigError: a fixed number of replicas, or one engine of each kind, does not fit. Ray would wait for half an
-        hour.
-    """
-    num_cpus, num_gpus = cluster.get("CPU", 0.0), cluster.get("GPU", 0.0)
-    if num_cpus <= 0:
-        raise ConfigError("the cluster has no CPU cores: is any node up? (ray status)")
-    caption = _engine_pool(config.caption, config, num_cpus, num_gpus)
-    speech = _engine_pool(config.speech, config, num_cpus, num_gpus)
-    _check_gpus(caption, speech, num_gpus)
-    return _fit_cpus(config, caption, speech, num_cpus)
-
-
-def _engine_pool(
-    engine: CaptionConfig | SpeechConfig | None, config: JobConfig, num_cpus: float, num_gpus: float
-) -> Pool | None:
-    if engine is None:
-        return None
-    uses_gpu = num_gpus > 0 and engine.engine != "fake"
-    if uses_gpu:
-        shares = [part.num_gpus for part in (config.caption, config.speech) if part and part.engine != "fake"]
-        automatic = int(num_gpus) * max(1, math.floor(1 / sum(shares) + 1e-9))
-    else:
-        automatic = max(1, int(num_cpus // 4))
-    return Pool(engine.replicas or automatic, engine.num_cpus, engine.num_gpus if uses_gpu else 0.0)
-
-
-def _check_gpus(caption: Pool | None, speech: Pool | None, num_gpus: float) -> None:
-    """Place every engine on a GPU, as Ray must: shares that fit by their sum need not fit card by card."""
-    pools = {name: pool for name, pool in (("caption", caption), ("speech", speech)) if pool and pool.num_gpus}
-    left = [1.0] * int(num_gpus)
-    for share in sorted((pool.num_gpus for pool in pools.values() for _ in range(pool.size)), reverse=True):
-        home = next((card for card, free in enumerate(left) if free >= share - 1e-9), None)
-        if home is None:
-            asked = " + ".join(f"{name} {pool.size} x {pool.num_gpus:g}" for name, pool in pools.items())
-            settings = ", ".join(f"{name}.num_gpus" for name in pools)
-            needed = sum(pool.size * pool.num_gpus for pool in pools.values())
-            raise ConfigError(
-                f"{settings}: the engines ask for {needed:g} GPUs ({asked}), which do not fit on the cluster's "
-                f"{num_gpus:g}; lower the shares or the replicas, or add GPUs"
-            )
-        left[home] -= share
-
-
-def _fit_cpus(config: JobConfig, caption: Pool | None, speech: Pool | None, num_cpus: float) -> Pools:
-    engines = [pool for pool in (caption, speech) if pool]
-    taken = sum(pool.size * pool.num_cpus for pool in engines)
-    decode = config.decode
-    automatic = int((num_cpus - taken) / decode.num_cpus + 1e-9) if decode.num_cpus else int(num_cpus)
-    size = decode.replicas or max(1, automatic)
-    needed = taken + size * decode.num_cpus
-    fixed = decode.replicas or any(part and part.replicas for part in (config.caption, config.speech))
-    if fixed and needed > num_cpus + 1e-9:
-        raise ConfigError(
-            f"replicas: decode {size} x {decode.num_cpus:g} and engines ask for {needed:g} CPU cores and the cluster "
-            f"has {num_cpus:g}; lower the replicas or num_cpus"
-        )
-    shrink = min(1.0, num_cpus / needed) if needed else 1.0
-
-    def fitted(pool: Pool | None) -> Pool | None:
-        return pool and Pool(pool.size, math.floor(pool.num_cpus * shrink * 100) / 100, pool.num_gpus)
-
-    return Pools(Pool(size, math.floor(decode.num_cpus * shrink * 100) / 100), fitted(caption), fitted(speech))

@@ -13,7 +13,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -32,6 +32,7 @@ from qwen_ray.io.lease import Lease
 from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
 from qwen_ray.io.source import Listing, list_sources, look_up
 from qwen_ray.io.storage import Storage, open_storage
+from qwen_ray.pools import Cluster, plan_pools
 from qwen_ray.records import Finished, Identity
 from qwen_ray.report import RunFolder, RunReport
 from qwen_ray.stages.decode import todo_row
@@ -40,6 +41,8 @@ from qwen_ray.tables import read_table
 
 if TYPE_CHECKING:
     from ray.data import Dataset
+
+    from qwen_ray.pipeline import Room
 
 PASSES = 2
 """Times that what is missing is run before it is recorded as lost."""
@@ -229,15 +232,13 @@ class _Execution:
         self._progress.videos_planned = len(todos)
         self._phase("starting Ray")
         try:
-            with connected(self._recipe.config.address) as resources:
-                from qwen_ray import pipeline  # imports ray, whose settings `connected` makes before it is imported
-
-                pipeline.plan_pools(self._recipe.config, resources)  # refuses before anything is written
+            with connected(self._recipe.config.address) as cluster:
+                plan_pools(self._recipe.config, cluster)  # refuses before anything is written
                 self._output.folder.start(self._recipe.config)
                 for part in _rounds(todos, assembler.summaries):
                     for nth in range(PASSES):
-                        self._one_pass(part, assembler, resources, careful=nth > 0)
-                        self._summary_pass(assembler, resources, careful=nth > 0)
+                        self._one_pass(part, assembler, cluster, careful=nth > 0)
+                        self._summary_pass(assembler, cluster, careful=nth > 0)
             assembler.give_up()
         except LeaseLostError:
             raise  # the output belongs to another run: not one more write
@@ -248,33 +249,39 @@ class _Execution:
         self._phase("committing")
         self._committer.commit(assembler, everything=True)
 
-    def _one_pass(
-        self, part: list[Todo], assembler: Assembler, resources: Mapping[str, float], *, careful: bool
-    ) -> None:
+    def _one_pass(self, part: list[Todo], assembler: Assembler, cluster: Cluster, *, careful: bool) -> None:
         """Decode, caption and transcribe what of `part` is not here yet."""
         from qwen_ray import pipeline
 
         todos = assembler.unfinished(part)
         if not todos:
             return
-        config = _only_wanted(self._recipe.config, todos)
-        pools = pipeline.plan_pools(config, resources)
-        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(todos), careful=careful)
+        config, models = _only_wanted(self._recipe.config, todos), self._recipe.models
         shown = self._identity.fingerprints.metadata
         rows = [todo_row(todo, *assembler.done_items(todo.source.video_id), shown) for todo in todos]
-        self._drain(pipeline.build(rows, config, self._recipe.models, pools, careful=careful), assembler)
+        with self._room(config, cluster, len(rows), careful=careful) as room:
+            self._drain(pipeline.build(rows, config, models, room, careful=careful), assembler)
 
-    def _summary_pass(self, assembler: Assembler, resources: Mapping[str, float], *, careful: bool) -> None:
+    def _summary_pass(self, assembler: Assembler, cluster: Cluster, *, careful: bool) -> None:
         """Merge the captions of the videos of which all else is here."""
         from qwen_ray import pipeline
 
         rows = assembler.to_summarise()
         if not rows:
             return
-        config = dataclasses.replace(self._recipe.config, speech=None)
-        pools = pipeline.plan_pools(config, resources)
-        pipeline.configure(config, pools, resources.get("object_store_memory", 1 << 30), len(rows), careful=careful)
-        self._drain(pipeline.build_summaries(rows, config, self._recipe.models, pools, careful=careful), assembler)
+        config, models = dataclasses.replace(self._recipe.config, speech=None), self._recipe.models
+        with self._room(config, cluster, len(rows), careful=careful) as room:
+            self._drain(pipeline.build_summaries(rows, config, models, room, careful=careful), assembler)
+
+    @contextmanager
+    def _room(self, config: JobConfig, cluster: Cluster, num_rows: int, *, careful: bool) -> Iterator[Room]:
+        """Actors planned, cards reserved, Ray Data set up."""
+        from qwen_ray import pipeline  # imports ray, whose settings `connected` makes before it is imported
+
+        pools = plan_pools(config, cluster)
+        pipeline.configure(config, pools, cluster.object_store_bytes, num_rows, careful=careful)
+        with pipeline.reserved(pools) as room:
+            yield room
 
     def _drain(self, dataset: Dataset, assembler: Assembler) -> None:
         """Take rows as they come, and commit now and then."""

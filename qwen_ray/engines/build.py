@@ -34,7 +34,7 @@ def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> S
     if config.engine == "fake":
         from qwen_ray.engines.fake import FakeSpeechEngine
 
-        return FakeSpeechEngine()
+        return FakeSpeechEngine(config.model)
     if config.engine == "whisper":
         from qwen_ray.engines.whisper.engine import WhisperEngine
 

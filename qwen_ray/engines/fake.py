@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from concurrent.futures import Future
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,13 +20,14 @@ from qwen_ray.engines.protocol import Caption, CaptionRequest, Segment
 class FakeCaptionEngine:
     """Describes the frames instead of what they show, and repeats a text that comes without frames.
 
-    With `model` = `deadly:CLIP_ID` its process dies of that clip.
+    With `model` = `deadly:CLIP_ID` its process dies of that clip; with `card:FOLDER` it notes there which GPU it got.
     """
 
     precision = "none"
 
     def __init__(self, model: str = "") -> None:
         self._deadly = model.removeprefix("deadly:") if model.startswith("deadly:") else None
+        note_card("caption", model)
 
     def submit(self, request: CaptionRequest) -> Future[Caption]:
         """Answer at once."""
@@ -46,10 +48,20 @@ def _seen(frames_THWC: npt.NDArray[np.uint8]) -> str:
     return f"{num_frames} frames of {width}x{height}, digest {digest}"
 
 
+def note_card(engine: str, model: str) -> None:
+    """With `model` = `card:FOLDER`, write a file there that tells which GPUs Ray gave this process."""
+    if model.startswith("card:"):
+        cards = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        Path(model.removeprefix("card:"), f"{engine}-{os.getpid()}").write_text(cards)
+
+
 class FakeSpeechEngine:
-    """Says how long the chunk is."""
+    """Says how long the chunk is; `model` = `card:FOLDER` as for captions."""
 
     precision = "none"
+
+    def __init__(self, model: str = "") -> None:
+        note_card("speech", model)
 
     def transcribe(self, pcm: npt.NDArray[np.int16]) -> list[Segment]:
         """One segment over the whole chunk."""
