@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from qwen_ray.engines.trace import Trace
 from qwen_ray.errors import EngineError, RequestError, ResourceError, RowError
 
 Request = TypeVar("Request")
@@ -48,6 +49,7 @@ class Batcher(Generic[Request, Answer]):
         name: str,
     ) -> None:
         self._model, self._describe, self._batch_size = model, describe, batch_size
+        self._trace = Trace(name)
         self._queue: queue.SimpleQueue[_Waiting[Request, Answer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -110,7 +112,8 @@ class Batcher(Generic[Request, Answer]):
     def _try(self, batch: list[_Waiting[Request, Answer]]) -> Exception | None:
         """Answer a batch in one call, or return what went wrong, less the traceback that holds the call's tensors."""
         try:
-            answers = self._model([waiting.request for waiting in batch])
+            with self._trace.batch(len(batch)):
+                answers = self._model([waiting.request for waiting in batch])
         except Exception as error:  # noqa: BLE001  whatever one request causes must not fail its neighbours
             error.__context__ = error.__cause__ = None
             return error.with_traceback(None)
