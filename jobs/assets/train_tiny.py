@@ -1,9 +1,9 @@
-"""Train and export the embedded tiny Qwen2.5-VL, which captions the videos of shapes.py exactly.
+"""Train and export an embedded tiny Qwen2.5-VL or Qwen3-VL, which captions the videos of shapes.py exactly.
 
-    python -m jobs.assets.train_tiny --out OUT [--minutes 9] [--resume OUT]     # on one CUDA GPU
-    python -m jobs.assets.train_tiny --out OUT --steps 20 --batch 8             # a smoke run, CPU is enough
+    python -m jobs.assets.train_tiny --family qwen3-vl --out OUT [--minutes 9] [--resume OUT]   # on one CUDA GPU
+    python -m jobs.assets.train_tiny --family qwen3-vl --out OUT --steps 20 --batch 8           # a smoke run on CPU
 
-The export is an ordinary Qwen2.5-VL checkpoint folder of about 12 MB: same architecture, preprocessing, chat template
+The export is an ordinary checkpoint folder of 12 to 15 MB: same architecture, preprocessing, chat template
 and special tokens, only small. Training differs from plain fine-tuning in these ways:
 
 - Scenes are drawn on the GPU, each used once, and made to look like decoded H.264 (`draw`).
@@ -30,15 +30,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoTokenizer
 
 from jobs.assets import shapes
+from jobs.assets.tiny import qwen2_5, qwen3
 from jobs.assets.tiny.checkpoint import (
     GRIDS,
     GUIDE_WEIGHT,
     IGNORED,
     LONGEST_CLIP_S,
-    MERGE,
     NUM_FRAMES,
     NUM_FRAMES_WEIGHTS,
     OTHER_PROMPTS,
@@ -46,16 +46,19 @@ from jobs.assets.tiny.checkpoint import (
     SPECIAL_TOKENS,
     SWAPPED_WORDS,
     TEXT_TOKENS,
-    Grid,
     build_model,
     save_tokenizer,
 )
+from jobs.assets.tiny.family import Clip, Family, Grid
 from jobs.assets.tiny.forward import Trainee
 from jobs.assets.tiny.pictures import draw, patchify, sample_times
-from jobs.assets.tiny.text import Captions, positions, split_prompt
+from jobs.assets.tiny.text import Captions, split_prompt
 
 GUIDE = (1, len(shapes.SHAPES), len(shapes.COLOURS), len(shapes.SIZES), 2)
 """Outputs of the guiding head: presence, shape, colour, size, place (x, y) in the token's cell."""
+
+
+FAMILIES = {family.name: family for family in (qwen2_5.FAMILY, qwen3.FAMILY)}
 
 
 class Step(NamedTuple):
@@ -69,9 +72,10 @@ class Step(NamedTuple):
 class Session:
     """Everything one run needs: model, text tables, random state."""
 
-    def __init__(self, tokenizer: Any, model: Qwen2_5_VLForConditionalGeneration, device: torch.device, seed: int):
-        self.tokenizer, self.device = tokenizer, device
-        self.trainee, self.fast_trainee = Trainee(model), Trainee(model, compiled=device.type == "cuda")
+    def __init__(self, family: Family, tokenizer: Any, model: Any, device: torch.device, seed: int):
+        self.family, self.tokenizer, self.device = family, tokenizer, device
+        self.pad = int(tokenizer.convert_tokens_to_ids("<|video_pad|>"))
+        self.trainee, self.fast_trainee = Trainee(family, model), Trainee(family, model, compiled=device.type == "cuda")
         self.guide = torch.nn.Linear(self.trainee.text_width, sum(GUIDE)).to(device)
         self.captions = Captions(tokenizer, device)
         self.prompt = split_prompt(tokenizer, PROMPT)
@@ -99,25 +103,25 @@ class Session:
         answer_BL = labels_BL[:, :-1].clamp_min(0)
         if learn:
             answer_BL = self.captions.swap_words(answer_BL, SWAPPED_WORDS)
-        seconds_B = 0.5 + torch.rand(batch, device=self.device) * (LONGEST_CLIP_S - 0.5)
-        rows, columns = (size // MERGE for size in grid.patches)
-        position = positions(
-            len(before),
-            (num_frames // 2, rows, columns),
-            len(after),
-            answer_BL.shape[1],
-            2 * seconds_B / num_frames,
-            spread=learn and random.random() < 0.3,
-        )
+        clip = Clip(grid, num_frames, self.seconds(batch))
+        video_ids = self.family.video_ids(self.tokenizer, clip)
+        spread = learn and random.random() < 0.3
+        position = self.family.positions(before, video_ids, after, answer_BL.shape[1], clip, spread)
         time_BT = sample_times(batch, num_frames, strength, self.device)
-        frames = draw(scenes, grid, time_BT, aspect, strength, random.randrange(8))
+        frames = draw(scenes, self.family.size(grid), time_BT, aspect, strength, random.randrange(8))
         trainee = self.fast_trainee if learn else self.trainee
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
             video = trainee.embed_video(frames, grid)
-            logits = trainee.logits(video, before, after, answer_BL, position)
+            logits = trainee.logits(video, [*before, *video_ids, *after], self.pad, answer_BL, position)
         unused = torch.zeros((), device=self.device)
-        guide_loss = self.guide_loss(video, scenes, time_BT, grid, aspect) if learn else unused
+        guide_loss = self.guide_loss(video[0], scenes, time_BT, grid, aspect) if learn else unused
         return Step(labels_BL, logits, guide_loss)
+
+    def seconds(self, batch: int) -> Tensor:
+        """Lengths of clips [B]; all the same where their times are text, since that must be of one length."""
+        one = torch.rand(1).to(self.device).expand(batch)
+        many = one if self.family.one_length else torch.rand(batch, device=self.device)
+        return 0.5 + many * (LONGEST_CLIP_S - 0.5)
 
     def guide_loss(
         self, video: Tensor, scenes: shapes.SceneBatch, time_BT: Tensor, grid: Grid, aspect: float
@@ -127,7 +131,7 @@ class Session:
         The head is thrown away. It gives the vision tower a direct reason to tell a circle from a square, which
         otherwise is what takes longest to come back through the decoder.
         """
-        rows, columns = (size // MERGE for size in grid.patches)
+        rows, columns = grid.rows, grid.columns
         frame_width, frame_height = shapes.frame_extent(aspect)
         pair_BT = time_BT.unflatten(1, (-1, 2)).mean(2)
         x, y = shapes.centres(scenes, pair_BT).unbind(-1)
@@ -212,50 +216,56 @@ def train(session: Session, args: argparse.Namespace) -> list[Tensor]:
             with torch.no_grad():
                 quick = accuracy(session, GRIDS[0], 8, 1.0, args.batch, args.batch)
             losses = f"loss {loss.item():.4f} guide {guide_loss.item():.4f}"
-            print(f"step {step} {elapsed_s:.0f}s {losses} {grid.height}x{grid.width} held-out {quick}", flush=True)
+            print(
+                f"step {step} {elapsed_s:.0f}s {losses} {grid.rows}x{grid.columns} cells, held-out {quick}", flush=True
+            )
     print(f"trained {step} steps of {args.batch} scenes in {time.monotonic() - started:.0f}s", flush=True)
     return average
 
 
 def check(session: Session, out: Path) -> None:
     """Compare forward pass, positions and text with the library's, in float32 on the CPU."""
-    tokenizer, trainee = session.tokenizer, session.trainee
-    model = trainee.model.eval()
     for grid, seconds in product(GRIDS, (1.0, 5.3, 12.0)):
-        scenes = shapes.sample_scenes(2, session.generator, True, grid.aspects[0])
-        interval = torch.tensor([2 * seconds / 8, 2 * 2.0 / 8])
-        frames = draw(scenes, grid, sample_times(2, 8, 1.0, session.device), grid.aspects[0], 1.0, 3)
-        before, after = session.prompt
-        rows, columns = (size // MERGE for size in grid.patches)
-        labels = session.captions.tokens(scenes).clamp_min(0)
-        position = positions(len(before), (4, rows, columns), len(after), labels.shape[1], interval, False)
-        with torch.no_grad():
-            ours = trainee.logits(trainee.embed_video(frames, grid), before, after, labels, position)
-        video_token = tokenizer.convert_tokens_to_ids("<|video_pad|>")
-        prompt = torch.tensor([before + [video_token] * (4 * rows * columns) + after] * 2)
-        kinds = (prompt == video_token).int() * 2
-        inputs = {
-            "input_ids": torch.cat([prompt, labels], 1),
-            "mm_token_type_ids": torch.cat([kinds, torch.zeros_like(labels, dtype=torch.int)], 1),
-            "video_grid_thw": torch.tensor([[4, *grid.patches]] * 2),
-            "second_per_grid_ts": interval,
-        }
-        theirs_position, delta = model.model.get_rope_index(
-            prompt, kinds, video_grid_thw=inputs["video_grid_thw"], second_per_grid_ts=interval
-        )
-        assert torch.equal(position[:, :, : prompt.shape[1]], theirs_position), "prompt positions differ"
-        assert torch.equal(position[0, :, prompt.shape[1]], prompt.shape[1] + delta[:, 0]), "answer positions differ"
-        with torch.no_grad():
-            pixels = patchify(frames).flatten(0, 1)
-            theirs = model(**inputs, position_ids=position, pixel_values_videos=pixels).logits
-        theirs = theirs[:, -labels.shape[1] - 1 :]
-        assert torch.allclose(ours, theirs, atol=2e-3), f"logits differ by {(ours - theirs).abs().max()}"
+        _check_clip(session, Clip(grid, 8, torch.tensor([seconds, seconds if session.family.one_length else 2.0])))
+    tokenizer = session.tokenizer
     for scene in shapes.scenes_of(shapes.sample_scenes(200, session.generator, False)):
         ids = tokenizer(shapes.caption(scene)).input_ids
         assert tokenizer.decode(ids) == shapes.caption(scene), "captions should round-trip"
         labels = session.captions.tokens(shapes.batch_of([scene]))[0]
         assert labels[labels >= 0].tolist() == [*ids, session.captions.end], "caption tables differ"
     print(f"checked {out}: forward pass, positions and captions agree with the library", flush=True)
+
+
+def _check_clip(session: Session, clip: Clip) -> None:
+    family, trainee, grid = session.family, session.trainee, clip.grid
+    model = trainee.model.eval()
+    scenes = shapes.sample_scenes(2, session.generator, True, grid.aspects[0])
+    times = sample_times(2, clip.num_frames, 1.0, session.device)
+    frames = draw(scenes, family.size(grid), times, grid.aspects[0], 1.0, 3)
+    before, after = session.prompt
+    video_ids = family.video_ids(session.tokenizer, clip)
+    labels = session.captions.tokens(scenes).clamp_min(0)
+    position = family.positions(before, video_ids, after, labels.shape[1], clip, False)
+    prompt = torch.tensor([[*before, *video_ids, *after]] * 2)
+    kinds = (prompt == session.pad).int() * 2
+    about = {"video_grid_thw": torch.tensor([[clip.num_frames // 2, *grid.patches]] * 2)}
+    if not family.one_length:
+        about["second_per_grid_ts"] = 2 * clip.seconds_B / clip.num_frames
+    theirs_position, delta = model.model.get_rope_index(prompt, mm_token_type_ids=kinds, **about)
+    assert torch.equal(position[:, :, : prompt.shape[1]], theirs_position), "prompt positions differ"
+    assert torch.equal(position[0, :, prompt.shape[1]], prompt.shape[1] + delta[:, 0]), "answer positions differ"
+    with torch.no_grad():
+        video = trainee.embed_video(frames, grid)
+        ours = trainee.logits(video, prompt[0].tolist(), session.pad, labels, position)
+        theirs = model(
+            input_ids=torch.cat([prompt, labels], 1),
+            mm_token_type_ids=torch.cat([kinds, torch.zeros_like(labels, dtype=torch.int)], 1),
+            position_ids=position,
+            pixel_values_videos=patchify(frames, family).flatten(0, 1),
+            **about,
+        ).logits
+    theirs = theirs[:, -labels.shape[1] - 1 :]
+    assert torch.allclose(ours, theirs, atol=2e-3), f"logits differ by {(ours - theirs).abs().max()}"
 
 
 def export(session: Session, average: list[Tensor], out: Path) -> None:
@@ -273,15 +283,18 @@ def report(session: Session, args: argparse.Namespace) -> None:
     """Print accuracy on held-out scenes for every grid, number of frames and some strengths of degradation."""
     for grid in GRIDS:
         result = accuracy(session, grid, 8, 1.0, args.eval_scenes, args.batch)
-        print(f"{grid.height}x{grid.width} 8 frames: {result}", flush=True)
+        print(f"{grid.rows}x{grid.columns} cells, 8 frames: {result}", flush=True)
     for num_frames, strength in ((2, 1.0), (4, 1.0), (6, 1.0), (8, 0.0), (8, 0.5)):
         result = accuracy(session, GRIDS[0], num_frames, strength, args.eval_scenes, args.batch)
-        print(f"84x112 {num_frames} frames strength {strength}: {result}", flush=True)
+        print(
+            f"{GRIDS[0].rows}x{GRIDS[0].columns} cells, {num_frames} frames strength {strength}: {result}", flush=True
+        )
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", choices=FAMILIES, default="qwen2.5-vl")
     parser.add_argument("--out", type=Path, required=True, help="folder for the checkpoint")
     parser.add_argument("--resume", type=Path, help="start from this exported folder's weights")
     parser.add_argument("--steps", type=int, default=1_000_000)
@@ -306,14 +319,15 @@ def main(argv: list[str] | None = None) -> None:
     torch._dynamo.config.cache_size_limit = 64
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every length
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    save_tokenizer(args.out)
+    family = FAMILIES[args.family]
+    save_tokenizer(family, args.out)
     tokenizer = AutoTokenizer.from_pretrained(args.out)
     token_id = {token: tokenizer.convert_tokens_to_ids(token) for token in SPECIAL_TOKENS}
-    model = build_model(token_id)
+    model = build_model(family, token_id)
     if args.resume:
-        trained = Qwen2_5_VLForConditionalGeneration.from_pretrained(args.resume, dtype=torch.float32)
+        trained = family.model_class.from_pretrained(args.resume, dtype=torch.float32)
         model.load_state_dict(trained.state_dict())
-    session = Session(tokenizer, model.to(device), device, args.seed)
+    session = Session(family, tokenizer, model.to(device), device, args.seed)
     if args.check:
         check(session, args.out)
     average = train(session, args)

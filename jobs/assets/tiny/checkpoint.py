@@ -1,17 +1,17 @@
-"""The tiny checkpoint: its constants, tokenizer, settings and fresh weights, laid out as every Qwen2.5-VL is."""
+"""What the tiny checkpoints share: constants, sizes of pictures, tokenizer and the files beside the weights."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+from transformers import GenerationConfig
 
 from jobs.assets import shapes
+from jobs.assets.tiny.family import MERGE, Family, Grid
 
 PROMPT = "Describe the video."
 OTHER_PROMPTS = (
@@ -24,7 +24,6 @@ OTHER_PROMPTS = (
     "Caption this clip.",
     "Describe the shapes, their colours and how they move.",
 )
-SYSTEM = "You are a helpful assistant."
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -48,63 +47,24 @@ PRETOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-CHAT_TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
-    "{% for message in messages %}"
-    "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
-    "You are a helpful assistant.<|im_end|>\n{% endif %}"
-    "<|im_start|>{{ message['role'] }}\n"
-    "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
-    "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}"
-    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] == 'video' or 'video' in content %}"
-    "{% set video_count.value = video_count.value + 1 %}"
-    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
-    "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PATCH, MERGE, WINDOW = 14, 2, 224
-TOKENS_PER_SECOND = 2
-MEAN = (0.48145466, 0.4578275, 0.40821073)
-STD = (0.26862954, 0.26130258, 0.27577711)
-MIN_PIXELS, MAX_PIXELS = 3136, 13000
-HEAD_DIM, ROPE_THETA, MROPE_SECTION = 64, 10000.0, (8, 12, 12)
-LONGEST_CLIP_S = 13.0
 SWAPPED_WORDS = 0.12
 GUIDE_WEIGHT = 0.3
 NUM_FRAMES, NUM_FRAMES_WEIGHTS = (8, 6, 4, 2), (0.76, 0.1, 0.1, 0.04)
 IGNORED = -100
-
-
-@dataclass(frozen=True)
-class Grid:
-    """One picture size that smart_resize can give, and the aspects (width / height) of the videos that get it."""
-
-    height: int
-    width: int
-    aspects: tuple[float, float]
-    weight: float
-
-    @property
-    def patches(self) -> tuple[int, int]:
-        """Rows and columns of patches."""
-        return self.height // PATCH, self.width // PATCH
+LONGEST_CLIP_S = 13.0
 
 
 def _with_portrait(grid: Grid) -> list[Grid]:
     low, high = grid.aspects
-    return [grid, Grid(grid.width, grid.height, (1 / high, 1 / low), grid.weight * 0.6)]
+    return [grid, Grid(grid.columns, grid.rows, (1 / high, 1 / low), grid.weight * 0.6)]
 
 
 GRIDS = (
-    *_with_portrait(Grid(84, 112, (1.037, 1.508), 0.26)),
-    *_with_portrait(Grid(84, 140, (1.508, 1.842), 0.26)),
-    Grid(112, 112, (0.966, 1.036), 0.12),
-    *_with_portrait(Grid(56, 140, (1.842, 2.17), 0.04)),
-    *_with_portrait(Grid(56, 168, (2.171, 2.4), 0.03)),
+    *_with_portrait(Grid(3, 4, (1.037, 1.508), 0.26)),
+    *_with_portrait(Grid(3, 5, (1.508, 1.842), 0.26)),
+    Grid(4, 4, (0.966, 1.036), 0.12),
+    *_with_portrait(Grid(2, 5, (1.842, 2.17), 0.04)),
+    *_with_portrait(Grid(2, 6, (2.171, 2.4), 0.03)),
 )
 
 
@@ -118,8 +78,8 @@ def caption_parts() -> tuple[list[str], list[str]]:
     return first, [f" {phrase}." for phrase in phrases]
 
 
-def build_tokenizer() -> Tokenizer:
-    """Byte-level BPE set up as Qwen2's (NFC, its pre-tokenizer), with merges learnt from captions and prompts."""
+def build_tokenizer(texts: tuple[str, ...]) -> Tokenizer:
+    """Byte-level BPE set up as Qwen2's (NFC, its pre-tokenizer), learnt from captions, prompts and `texts`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     split = pre_tokenizers.Split(Regex(PRETOKEN), behavior="isolated", invert=False)
@@ -131,7 +91,7 @@ def build_tokenizer() -> Tokenizer:
         vocab_size=TEXT_TOKENS, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False
     )
     first, second = caption_parts()
-    prompts = [PROMPT, *OTHER_PROMPTS, SYSTEM, "system\n", "user\n", "assistant\n"]
+    prompts = [PROMPT, *OTHER_PROMPTS, *texts, "system\n", "user\n", "assistant\n"]
     tokenizer.train_from_iterator([*first, *second, *prompts * 20], trainer)
     if tokenizer.get_vocab_size() > TEXT_TOKENS:
         raise AssertionError("the text vocabulary overlaps the special tokens")
@@ -139,10 +99,10 @@ def build_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_tokenizer(out: Path) -> None:
-    """Write the tokenizer, chat template and processor settings as a Qwen2.5-VL checkpoint has them."""
+def save_tokenizer(family: Family, out: Path) -> None:
+    """Write the tokenizer, chat template and processor settings as the family's checkpoints have them."""
     out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(family.texts)
     tokenizer.save(str(out / "tokenizer.json"))
     tokenizer.model.save(str(out))
     added = {
@@ -167,33 +127,33 @@ def save_tokenizer(out: Path) -> None:
         "errors": "replace",
         "model_max_length": 8192,
         "pad_token": "<|endoftext|>",
-        "processor_class": "Qwen2_5_VLProcessor",
+        "processor_class": family.processor,
         "split_special_tokens": False,
         "tokenizer_class": "Qwen2Tokenizer",
         "unk_token": None,
     }
     _write_json(out / "tokenizer_config.json", settings)
-    (out / "chat_template.jinja").write_text(CHAT_TEMPLATE)
-    for kind in ("image", "video"):
-        name = "preprocessor_config.json" if kind == "image" else "video_preprocessor_config.json"
-        _write_json(out / name, _processor_settings(kind))
+    (out / "chat_template.jinja").write_text(family.chat_template)
+    _write_json(out / "preprocessor_config.json", _processor_settings(family, "image"))
+    _write_json(out / "video_preprocessor_config.json", _processor_settings(family, "video"))
 
 
-def _processor_settings(kind: str) -> dict[str, Any]:
+def _processor_settings(family: Family, kind: str) -> dict[str, Any]:
+    name = family.image_processor if kind == "image" else family.video_processor
     return {
-        f"{kind}_processor_type": "Qwen2VLImageProcessor" if kind == "image" else "Qwen2VLVideoProcessor",
-        "processor_class": "Qwen2_5_VLProcessor",
+        f"{kind}_processor_type": name,
+        "processor_class": family.processor,
         "do_convert_rgb": True,
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
-        "image_mean": list(MEAN),
-        "image_std": list(STD),
+        "image_mean": list(family.mean),
+        "image_std": list(family.std),
         "merge_size": MERGE,
-        "patch_size": PATCH,
+        "patch_size": family.patch,
         "resample": 3,
         "rescale_factor": 1 / 255,
-        "size": {"shortest_edge": MIN_PIXELS, "longest_edge": MAX_PIXELS},
+        "size": {"shortest_edge": family.min_pixels, "longest_edge": family.max_pixels},
         "temporal_patch_size": 2,
     }
 
@@ -202,49 +162,30 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def build_model(token_id: dict[str, int]) -> Qwen2_5_VLForConditionalGeneration:
-    """A Qwen2.5-VL of 6.1 million parameters with fresh weights."""
+def build_model(family: Family, token_id: dict[str, int]) -> Any:
+    """A model of the family with fresh weights."""
     end, end_of_turn = token_id["<|endoftext|>"], token_id["<|im_end|>"]
     text = {
-        "hidden_size": 256,
-        "intermediate_size": 768,
         "num_hidden_layers": 4,
-        "num_attention_heads": 256 // HEAD_DIM,
-        "num_key_value_heads": 2,
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": ROPE_THETA,
-            "mrope_section": list(MROPE_SECTION),
-        },
         "tie_word_embeddings": True,
         "bos_token_id": end,
         "eos_token_id": end_of_turn,
         "pad_token_id": end,
+        **family.text,
     }
-    vision = {
-        "depth": 4,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_heads": 192 // HEAD_DIM,
-        "out_hidden_size": 256,
-        "patch_size": PATCH,
-        "window_size": WINDOW,
-        "fullatt_block_indexes": [1, 3],
-        "tokens_per_second": TOKENS_PER_SECOND,
-    }
-    config = Qwen2_5_VLConfig(
+    config = family.config_class(
         text_config=text,
-        vision_config=vision,
+        vision_config=family.vision,
         tie_word_embeddings=True,
         image_token_id=token_id["<|image_pad|>"],
         video_token_id=token_id["<|video_pad|>"],
         vision_start_token_id=token_id["<|vision_start|>"],
         vision_end_token_id=token_id["<|vision_end|>"],
     )
-    model = Qwen2_5_VLForConditionalGeneration(config)
+    model = family.model_class(config)
     model.generation_config = GenerationConfig(
         do_sample=False, bos_token_id=end, eos_token_id=[end_of_turn, end], pad_token_id=end
     )

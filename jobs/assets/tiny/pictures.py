@@ -10,7 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from jobs.assets import shapes
-from jobs.assets.tiny.checkpoint import HEAD_DIM, MEAN, MERGE, MROPE_SECTION, PATCH, ROPE_THETA, STD, Grid
+from jobs.assets.tiny.family import MERGE, Family
 
 BT601 = ((0.299, 0.587, 0.114), (-0.168736, -0.331264, 0.5), (0.5, -0.418688, -0.081312))
 BT709 = ((0.2126, 0.7152, 0.0722), (-0.114572, -0.385428, 0.5), (0.5, -0.454153, -0.045847))
@@ -28,10 +28,6 @@ def constant(name: str, device: torch.device) -> Tensor:
         "DCT": dct,  # orthonormal, rows are frequencies
         "COARSENESS": 1 + 0.12 * (k + n),
         "STEPS": torch.tensor([36.0, 44.0, 44.0]),
-        "MEAN": torch.tensor(MEAN)[:, None, None] * 255,
-        "STD": torch.tensor(STD)[:, None, None] * 255,
-        "TEXT_ROPE": ROPE_THETA ** (-torch.arange(0, HEAD_DIM, 2).float() / HEAD_DIM),
-        "TEXT_AXIS": torch.arange(3).repeat_interleave(torch.tensor(MROPE_SECTION)),
     }
     return values[name].to(device)
 
@@ -78,7 +74,9 @@ def _colours(batch: shapes.SceneBatch, strength: float) -> Tensor:
     return rgb @ mixed_BCC.transpose(1, 2)
 
 
-def draw(batch: shapes.SceneBatch, grid: Grid, time_BT: Tensor, aspect: float, strength: float, shift: int) -> Tensor:
+def draw(
+    batch: shapes.SceneBatch, size: tuple[int, int], time_BT: Tensor, aspect: float, strength: float, shift: int
+) -> Tensor:
     """Frames [B, T, C, H, W] of scenes, whole numbers in 0..255, as they may come out of a lossy codec.
 
     Every scene draws its own blur, softer chroma, block quantisation, ghost of the frame before, noise, and errors of
@@ -93,7 +91,7 @@ def draw(batch: shapes.SceneBatch, grid: Grid, time_BT: Tensor, aspect: float, s
     soft = 1 + uniform(-0.35, 0.65) * strength + (uniform(0, 1) < 0.2 * strength) * uniform(0, 1)
     soft_chroma = soft + uniform(0, 3) * strength
     planes = [colours[:, 0, c, None, None, None] for c in range(3)]
-    for slot, outside in enumerate(shapes.outlines(batch, time_BT, grid.height, grid.width, aspect)):
+    for slot, outside in enumerate(shapes.outlines(batch, time_BT, *size, aspect)):
         covers = [(0.5 - outside / width).clamp(0, 1) for width in (soft, soft_chroma)]
         for c in range(3):
             planes[c] = planes[c] + covers[min(c, 1)] * (colours[:, slot + 1, c, None, None, None] - planes[c])
@@ -116,11 +114,19 @@ def sample_times(count: int, num_frames: int, strength: float, device: torch.dev
     return (time_BT * (1 + (torch.rand(count, 1, device=device) - 0.5) * 0.1 * strength)).clamp(0, 1)
 
 
-def patchify(frames: Tensor) -> Tensor:
-    """Normalised patches [B * T / 2, S, 1176] of frames [B, T, C, H, W] in 0..255, in the processor's order."""
-    x = (frames - constant("MEAN", frames.device)) / constant("STD", frames.device)
+@cache
+def _statistics(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation [C, 1, 1] of values in 0..255."""
+    mean, std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (family.mean, family.std))
+    return mean, std
+
+
+def patchify(frames: Tensor, family: Family) -> Tensor:
+    """Normalised patches [B * T / 2, S, D] of frames [B, T, C, H, W] in 0..255, in the processor's order."""
+    mean, std = _statistics(family, frames.device)
+    x, patch = (frames - mean) / std, family.patch
     batch, count, channels, height, width = x.shape
-    rows, columns = height // PATCH // MERGE, width // PATCH // MERGE
-    x = x.reshape(batch * count // 2, 2, channels, rows, MERGE, PATCH, columns, MERGE, PATCH)
+    rows, columns = height // patch // MERGE, width // patch // MERGE
+    x = x.reshape(batch * count // 2, 2, channels, rows, MERGE, patch, columns, MERGE, patch)
     x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    return x.reshape(batch * count // 2, rows * columns * MERGE**2, channels * 2 * PATCH**2)
+    return x.reshape(batch * count // 2, rows * columns * MERGE**2, channels * 2 * patch**2)

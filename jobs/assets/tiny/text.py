@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from jobs.assets import shapes
-from jobs.assets.tiny.checkpoint import IGNORED, TOKENS_PER_SECOND, VOCABULARY, caption_parts
+from jobs.assets.tiny.checkpoint import IGNORED, VOCABULARY, caption_parts
 
 
 class Captions:
@@ -69,31 +69,3 @@ def split_prompt(tokenizer: Any, text: str) -> tuple[list[int], list[int]]:
     )
     before, after = prompt.split("<|video_pad|>")
     return tuple(tokenizer(part, add_special_tokens=False).input_ids for part in (before, after))  # type: ignore[return-value]
-
-
-def positions(
-    before: int, grid_thw: tuple[int, int, int], after: int, generated: int, interval_B: Tensor, spread: bool
-) -> Tensor:
-    """M-RoPE positions [3, B, L] of prompt and generated tokens.
-
-    Args:
-        before, after, generated: numbers of tokens before the video, after it, and of the answer.
-        grid_thw: the video's grid after merging.
-        interval_B: seconds between temporal patches.
-        spread: False as Transformers 5 does it (text goes on after the largest height or width position); True as
-            earlier versions and other engines do (after the largest position of all). They differ for long clips, so
-            training uses both.
-    """
-    device, batch = interval_B.device, len(interval_B)
-    t, h, w = grid_thw
-    tick_BT = (torch.arange(t, device=device) * (TOKENS_PER_SECOND * interval_B)[:, None]).long()
-    time_BL = tick_BT.repeat_interleave(h * w, 1)
-    row_L = torch.arange(h, device=device).repeat_interleave(w).repeat(t)
-    column_L = torch.arange(w, device=device).repeat(h * t)
-    video = torch.stack([time_BL, row_L.expand(batch, -1), column_L.expand(batch, -1)]) + before
-    resume_B = video.amax((0, 2)) + 1 if spread else torch.full((batch,), before + max(h, w), device=device)
-    lead = torch.arange(before, device=device).expand(3, batch, -1)
-    tail = (resume_B[:, None] + torch.arange(after, device=device)).expand(3, -1, -1)
-    prompt = torch.cat([lead, video, tail], 2)
-    answer = prompt.amax((0, 2))[:, None] + 1 + torch.arange(generated, device=device)
-    return torch.cat([prompt, answer.expand(3, -1, -1)], 2)
