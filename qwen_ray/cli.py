@@ -6,6 +6,7 @@ import dataclasses
 import json
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -185,11 +186,16 @@ def demo(
     screens.show_paths(out, output / "tables", paths)
 
 
-def main() -> None:
-    """Entry point: every error that a user can cause is one sentence and an exit code."""
+def main(command: typer.Typer = app, arguments: Sequence[str] | None = None) -> None:
+    """Entry point: every error that a user can cause is one sentence and an exit code.
+
+    Args:
+        command: what to run.
+        arguments: its words; by default those of the process.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # preemption stops like Ctrl-C: what is done is kept
     try:
-        app()
+        command(arguments)
     except (ConfigError, LeaseLostError) as error:
         _fail(str(error), 2)
     except QwenRayError as error:
