@@ -14,7 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qwen_ray.api import Captioner, configure, frames, probe, read_table, verify
+    from qwen_ray.api import SAMPLES, Captioner, configure, frames, probe, read_table, verify
     from qwen_ray.config import (
         PRESETS,
         CaptionConfig,
@@ -40,6 +40,7 @@ _HOME = {
     "Prompt": "prompts",
     "QwenRayError": "errors",
     "RunReport": "report",
+    "SAMPLES": "api",
     "SpeechConfig": "config",
     "StorageConfig": "config",
     "configure": "api",
@@ -53,6 +54,7 @@ _HOME = {
 __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
+    "SAMPLES",
     "CaptionConfig",
     "Captioner",
     "CommitConfig",
