@@ -42,7 +42,9 @@ def make_examples(folder: Path, count: int, seed: int) -> list[Example]:
         return list(track(made, total=count, description="rendering"))
 
 
-def caption_all(folder: Path, output: Path, preset: str, settings: list[str]) -> tuple[dict[str, str | None], dict[str, Any]]:
+def caption_all(
+    folder: Path, output: Path, preset: str, settings: list[str]
+) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Captions by file name through an ordinary run, and the run's report."""
     report = qwen_ray.run(qwen_ray.configure(str(folder), str(output), preset=preset, set=["speech=null", *settings]))
     clips = qwen_ray.read_table(str(output), "clips", ["video_id", "caption", "clip_index"]).to_pylist()
