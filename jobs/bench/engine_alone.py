@@ -50,7 +50,7 @@ def measure(job: JobConfig, height: int, width: int) -> dict[str, object]:
     load, cuda = Load(job, height, width), torch.cuda.is_available()
     model = build.resolve(job.caption)
     caption = build.settle(job.caption, model)
-    count = 2 * caption.batch_size
+    count = caption.batch_size
     seconds = {}
     for name, config in (("full", caption), ("prefill", dataclasses.replace(caption, max_new_tokens=1))):
         started = time.monotonic()
