@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qwen_ray.config import JobConfig, StorageConfig, load_file, override, set_paths, to_dict
+from qwen_ray.config import JobConfig, StorageConfig, WeightsConfig, load_file, override, set_paths, to_dict
 from qwen_ray.config import preset as preset_named
 from qwen_ray.errors import ConfigError
 from qwen_ray.io.lease import LEASE, read_lease
@@ -21,6 +21,7 @@ from qwen_ray.prompts import Prompt, load_all
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from qwen_ray.engines.models import Model
     from qwen_ray.media.events import ClipFrames
     from qwen_ray.media.info import VideoInfo
 
@@ -69,7 +70,10 @@ def plan(job: JobConfig) -> dict[str, Any]:
         "num_todo": len(planned.todo),
         "planned": dict(planned.counts),
         "num_vanished": len(planned.vanished),
-        "models": {name: asdict(model) for name, model in recipe.models.items()},
+        "models": {
+            name: {"location": model.location, "revision": model.revision, "size_bytes": model.size_bytes}
+            for name, model in recipe.models.items()
+        },
         "fingerprints": asdict(recipe.fingerprints),
         "config": to_dict(recipe.config),
     }
@@ -117,6 +121,38 @@ def last_config(output: str, endpoint_url: str = "") -> dict[str, Any]:
     if values is None:
         raise ConfigError(f"{output}: no run has written here yet, so there is nothing to try again")
     return values | {"output": _absolute(output)}
+
+
+def fetch_model(
+    model: str,
+    revision: str = "",
+    *,
+    endpoint_url: str = "",
+    cache_dir: str = "",
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Model:
+    """Download a model into this machine's cache and verify it; there already, it is only verified.
+
+    Args:
+        model: a hub id, `s3://` prefix, folder or `builtin:NAME`.
+        revision: as `caption.revision`.
+        on_progress: called now and then with bytes ready and bytes in all.
+
+    Returns:
+        The model, its `location` the folder of its files.
+
+    Raises:
+        ConfigError: there is none, or a file is not what it must be.
+        TransientError: the hub or store does not answer.
+    """
+    from qwen_ray.engines import models, weights
+
+    settings = StorageConfig(endpoint_url=endpoint_url), WeightsConfig(cache_dir=cache_dir)
+    found = models.resolve(model, revision, *settings)
+    for ready_bytes in weights.fetch([found]):
+        if on_progress is not None:
+            on_progress(ready_bytes, found.size_bytes)
+    return weights.local(found)
 
 
 def probe(file: str, *, endpoint_url: str = "") -> VideoInfo:
@@ -180,7 +216,7 @@ class Captioner:
 
         if job.caption is None:
             raise ConfigError("caption = null: this configuration makes no captions")
-        model = build.resolve(job.caption)
+        model = build.resolve(job.caption, job)
         build.check(model, job)
         self._job = job
         self._prompts = job.caption.prompts

@@ -41,6 +41,9 @@ PromptOption = Annotated[
 LimitOption = Annotated[int, typer.Option("--limit", help="Take only the first N inputs.")]
 EndpointOption = Annotated[str, typer.Option("--endpoint-url", help="S3 endpoint of a store other than AWS.")]
 AddressOption = Annotated[str, typer.Option("--address", help="Ray cluster to join; by default one is started here.")]
+OfflineOption = Annotated[
+    bool, typer.Option("--offline", help="Take models from folders and caches alone; see `qwen-ray fetch`.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 
 
@@ -56,10 +59,11 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     endpoint_url: EndpointOption = "",
     address: AddressOption = "",
+    offline: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Caption and transcribe INPUT into tables under OUTPUT. Run it again at any time: it goes on where it stopped."""
-    job = _job(input, output, preset, config, set, prompt, limit, endpoint_url, address)
+    job = _offline(_job(input, output, preset, config, set, prompt, limit, endpoint_url, address), offline)
     if dry_run:
         _show_plan(job, as_json)
     else:
@@ -79,10 +83,11 @@ def plan(
     show_config: Annotated[
         bool, typer.Option("--show-config", help="Print the whole configuration as YAML, which --config takes.")
     ] = False,
+    offline: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what `run` would do, and do none of it."""
-    job = _job(input, output, preset, config, set, prompt, limit, endpoint_url, "")
+    job = _offline(_job(input, output, preset, config, set, prompt, limit, endpoint_url, ""), offline)
     if show_config:
         typer.echo(to_yaml(job), nl=False)
     else:
@@ -94,12 +99,32 @@ def retry(
     output: Output,
     endpoint_url: EndpointOption = "",
     address: AddressOption = "",
+    offline: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Try every failed or partial video of OUTPUT again, with the configuration of its last run."""
     values = api.last_config(output, endpoint_url)
     job = from_dict(values | {"address": address})
-    _execute(_with_endpoint(job, endpoint_url), as_json=as_json, retry=True)
+    _execute(_offline(_with_endpoint(job, endpoint_url), offline), as_json=as_json, retry=True)
+
+
+@app.command()
+def fetch(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Hub id, s3:// prefix, or folder of a checkpoint.")],
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit of the hub.")] = "",
+    cache_dir: Annotated[str, typer.Option(help="Where to keep it; as weights.cache_dir of the run.")] = "",
+    endpoint_url: EndpointOption = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Download MODEL into this machine's cache and verify it, so that a run finds it there, also with --offline."""
+    from qwen_ray import screens
+
+    with screens.byte_progress(model) as show:
+        found = api.fetch_model(model, revision, endpoint_url=endpoint_url, cache_dir=cache_dir, on_progress=show)
+    if as_json:
+        _print_json({"location": found.location, "revision": found.revision, "size_bytes": found.size_bytes})
+    else:
+        screens.show_model(out, found)
 
 
 @app.command()
@@ -226,6 +251,10 @@ def _with_endpoint(job: JobConfig, endpoint_url: str) -> JobConfig:
     if not endpoint_url:
         return job
     return dataclasses.replace(job, storage=dataclasses.replace(job.storage, endpoint_url=endpoint_url))
+
+
+def _offline(job: JobConfig, offline: bool) -> JobConfig:
+    return dataclasses.replace(job, weights=dataclasses.replace(job.weights, offline=offline or job.weights.offline))
 
 
 def _show_plan(job: JobConfig, as_json: bool) -> None:

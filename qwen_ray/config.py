@@ -85,9 +85,11 @@ class CaptionConfig:
     engine: Literal["qwen_vl", "fake"] = "qwen_vl"
     """Which engine answers: `qwen_vl`, or `fake` (instant, deterministic, for tests of everything around it)."""
     model: str = "builtin:tiny-qwen2.5-vl"
-    """Checkpoint directory, hub id, or `builtin:NAME` for one that ships with the package."""
-    revision: str = ""
-    """Hub revision; empty for the default branch. The resolved one is recorded with every row."""
+    """Checkpoint directory, `s3://` prefix, hub id, or `builtin:NAME` for one that ships with the package."""
+    revision: str = speed("")
+    """Hub branch, tag or commit, empty for the default branch; of a folder or prefix, the revision that it must have.
+    What it resolves to is recorded with every row and decides whether a row is up to date.
+    """
     prompts: tuple[Prompt, ...] = (Prompt(name="describe", text="Describe the video."),)
     """What the model is asked about each clip. The first answer is the clip's caption; all of them are in `answers`."""
     summary: Prompt | None = None
@@ -156,9 +158,11 @@ class SpeechConfig:
     (transformers; any CUDA that torch runs on, batches over videos), or `fake`.
     """
     model: str = "builtin:whisper-tiny.en"
-    """Whisper: a size such as `large-v3-turbo`, a directory, a hub id, or `builtin:NAME`; in CTranslate2 form for
-    `faster_whisper`, in transformers form for `whisper`.
+    """Whisper: a size such as `large-v3-turbo`, a directory, an `s3://` prefix, a hub id, or `builtin:NAME`; in
+    CTranslate2 form for `faster_whisper`, in transformers form for `whisper`.
     """
+    revision: str = speed("")
+    """As `caption.revision`."""
     language: str = ""
     """ISO 639-1 code such as `en`; empty detects it."""
     beam_size: int = 5
@@ -214,6 +218,17 @@ class StorageConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class WeightsConfig:
+    """How a node comes by the models."""
+
+    cache_dir: str = speed("")
+    """Folder on every node for all that is downloaded. Empty: the folder in QWEN_RAY_CACHE, else ~/.cache/qwen_ray, and
+    for the hub the cache of its own client."""
+    offline: bool = speed(False)
+    """Take models from folders and caches alone, and ask no hub or store."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CommitConfig:
     """When finished rows become visible, and who may write."""
 
@@ -256,6 +271,8 @@ class JobConfig:
     """Transcripts; null for none."""
     storage: StorageConfig = StorageConfig()
     """Object storage."""
+    weights: WeightsConfig = WeightsConfig()
+    """Downloads of models."""
     commit: CommitConfig = CommitConfig()
     """Commits."""
 
@@ -423,6 +440,7 @@ _COMPONENTS: dict[str, type] = {
     "caption": CaptionConfig,
     "speech": SpeechConfig,
     "storage": StorageConfig,
+    "weights": WeightsConfig,
     "commit": CommitConfig,
 }
 

@@ -50,6 +50,8 @@ SUMMARY_ROUND = 5_000
 """Videos that are captioned before their summaries are made: a few hundred megabytes on the driver, and hours of work
 beside the half minute that starting the engines again takes.
 """
+FETCHING = "fetching weights"
+"""The phase in which bytes are counted."""
 TICK_S = 1.0
 """Longest time in seconds between two looks at the clock while no row comes."""
 
@@ -65,6 +67,8 @@ class Progress:
     speech: int = 0
     summaries: int = 0
     failed: int = 0
+    bytes_ready: int = 0
+    bytes_wanted: int = 0
 
     def count(self, row: Row) -> None:
         """Add a row that came out of the pipeline."""
@@ -104,7 +108,7 @@ def prepare(config: JobConfig, failed_in: Storage | None = None) -> Recipe:
     if not config.input or not config.output:
         raise ConfigError("input and output: both are needed, such as: qwen-ray run ./videos ./out --preset tiny")
     components = {"caption": config.caption, "speech": config.speech}
-    models = {name: build.resolve(part) for name, part in components.items() if part is not None}
+    models = {name: build.resolve(part, config) for name, part in components.items() if part is not None}
     if config.caption is not None:
         build.check(models["caption"], config)
         config = dataclasses.replace(config, caption=build.settle(config.caption, models["caption"]))
@@ -233,7 +237,8 @@ class _Execution:
         self._phase("starting Ray")
         try:
             with connected(self._recipe.config.address) as cluster:
-                plan_pools(self._recipe.config, cluster)  # refuses before anything is written
+                pools = plan_pools(self._recipe.config, cluster)  # refuses before anything is written
+                self._fetch_weights(todos, on_gpu=bool(pools.cards))
                 self._output.folder.start(self._recipe.config)
                 for part in _rounds(todos, assembler.summaries):
                     for nth in range(PASSES):
@@ -248,6 +253,17 @@ class _Execution:
             raise
         self._phase("committing")
         self._committer.commit(assembler, everything=True)
+
+    def _fetch_weights(self, todos: list[Todo], *, on_gpu: bool) -> None:
+        """Have the models on every node that may hold an engine, before an engine could fail for want of them."""
+        from qwen_ray import prefetch
+
+        wanted = _only_wanted(self._recipe.config, todos)
+        models = [model for name, model in self._recipe.models.items() if getattr(wanted, name) is not None]
+        self._progress.phase = FETCHING
+        for ready in prefetch.fetch(models, on_gpu=on_gpu):
+            self._progress.bytes_ready, self._progress.bytes_wanted = ready
+            self._on_progress(self._progress)
 
     def _one_pass(self, part: list[Todo], assembler: Assembler, cluster: Cluster, *, careful: bool) -> None:
         """Decode, caption and transcribe what of `part` is not here yet."""

@@ -11,12 +11,22 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
 from qwen_ray import api
+from qwen_ray.engines.models import Model
 from qwen_ray.io.storage import file_name
 from qwen_ray.report import RunReport
+from qwen_ray.runner import FETCHING
 from qwen_ray.runner import Progress as Counts
 
 _REASONS = {
@@ -48,13 +58,10 @@ def _progress_on(console: Console) -> Iterator[Callable[[Counts], None]]:
         task = bar.add_task("listing", total=None, counts="")
 
         def show(counts: Counts) -> None:
-            bar.update(
-                task,
-                description=counts.phase,
-                total=counts.videos_planned or None,
-                completed=counts.videos,
-                counts=_line(counts),
-            )
+            done, total = counts.videos, counts.videos_planned
+            if counts.phase == FETCHING:
+                done, total = counts.bytes_ready, counts.bytes_wanted
+            bar.update(task, description=counts.phase, total=total or None, completed=done, counts=_line(counts))
 
         yield show
 
@@ -71,7 +78,26 @@ def _plain_lines(console: Console) -> Callable[[Counts], None]:
     return show
 
 
+@contextmanager
+def byte_progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes while one thing is downloaded, on standard error and only on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(escape(what), total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def show_model(console: Console, model: Model) -> None:
+    """Where a model is and what it is."""
+    facts = f"{len(model.files)} files, {model.size_bytes / 1e9:.3g} GB, revision {model.revision}"
+    console.print(f"verified: {escape(facts)}", highlight=False, soft_wrap=True)
+    console.print(model.location, highlight=False, soft_wrap=True, markup=False)
+
+
 def _line(counts: Counts) -> str:
+    if counts.phase == FETCHING:
+        return f"{counts.bytes_ready / 1e9:.1f}/{counts.bytes_wanted / 1e9:.1f} GB"
     summaries = f"summaries {counts.summaries}  " if counts.summaries else ""
     return (
         f"videos {counts.videos}/{counts.videos_planned}  clips {counts.clips}  "

@@ -35,7 +35,10 @@ class S3Server:
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._faults: list[tuple[str, int, bool]] = []
         self._break_after: int | None = None
+        self._hold_after: int | None = None
+        self.held, self.release = threading.Event(), threading.Event()
         self.requests: list[tuple[str, str]] = []
+        self._asked = threading.Condition()
         self._server = make_server("127.0.0.1", 0, self, request_handler=_Quiet)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
@@ -74,9 +77,26 @@ class S3Server:
         """Close the connection in the middle of the next answer to a GET."""
         self._break_after = after_bytes
 
+    def hold_next_body(self, after_bytes: int) -> None:
+        """Stop in the middle of the next answer to a GET that is longer, and set `held`; `release` lets it go on."""
+        self.held.clear()
+        self.release.clear()
+        self._hold_after = after_bytes
+
+    def num_gets(self, name: str) -> int:
+        """How often an object whose key ends so has been asked for."""
+        return sum(method == "GET" and path.endswith(f"/{name}") for method, path in self.requests)
+
+    def wait_for_gets(self, name: str, count: int) -> bool:
+        """Wait until such an object has been asked for so often; whether it was."""
+        with self._asked:
+            return self._asked.wait_for(lambda: self.num_gets(name) >= count, timeout=60)
+
     def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Iterable[bytes]:
         method = environ["REQUEST_METHOD"]
-        self.requests.append((method, environ["PATH_INFO"]))
+        with self._asked:
+            self.requests.append((method, environ["PATH_INFO"]))
+            self._asked.notify_all()
         for fault in self._faults:
             if fault[0] == method:
                 self._faults.remove(fault)
@@ -88,7 +108,19 @@ class S3Server:
         if method == "GET" and self._break_after is not None:
             whole, self._break_after = b"".join(body)[: self._break_after], None
             return [whole]
+        if method == "GET" and self._hold_after is not None:
+            return self._held(b"".join(body))
         return body
+
+    def _held(self, whole: bytes) -> Iterable[bytes]:
+        if self._hold_after is None or len(whole) <= self._hold_after:
+            yield whole
+            return
+        after, self._hold_after = self._hold_after, None
+        yield whole[:after]
+        self.held.set()
+        self.release.wait(60)
+        yield whole[after:]
 
 
 class _Quiet(WSGIRequestHandler):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
-from qwen_ray.engines import generation, models
+from qwen_ray.engines import generation, models, weights
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
 from qwen_ray.errors import ConfigError
 
@@ -26,7 +24,7 @@ def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) ->
         return FakeCaptionEngine(config.model)
     from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
 
-    return QwenVLEngine(config, model, cuda=cuda)
+    return QwenVLEngine(config, weights.local(model), cuda=cuda)
 
 
 def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> SpeechEngine:
@@ -38,21 +36,27 @@ def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> S
     if config.engine == "whisper":
         from qwen_ray.engines.whisper.engine import WhisperEngine
 
-        return WhisperEngine(config, model, cuda=cuda)
+        return WhisperEngine(config, weights.local(model), cuda=cuda)
     from qwen_ray.engines.faster_whisper import FasterWhisperEngine
 
-    return FasterWhisperEngine(config, model, cuda=cuda)
+    return FasterWhisperEngine(config, weights.local(model), cuda=cuda)
 
 
-def resolve(component: CaptionConfig | SpeechConfig) -> models.Model:
-    """The model of a component; the fake engines have none. Raises ConfigError when it cannot be found."""
+def resolve(component: CaptionConfig | SpeechConfig, job: JobConfig | None = None) -> models.Model:
+    """The model of a component; the fake engines have none. Raises ConfigError when it cannot be found.
+
+    Args:
+        component: which model.
+        job: how stores are reached and where downloads go, where that is not as usual.
+    """
+    job = job or JobConfig()
     if component.engine == "fake":
         return models.Model("fake", "fake-1")
     if isinstance(component, SpeechConfig):
-        model = models.resolve(whisper_repository(component))
+        model = models.resolve(whisper_repository(component), component.revision, job.storage, job.weights)
         _check_form(component, model)
         return model
-    return models.resolve(component.model, component.revision)
+    return models.resolve(component.model, component.revision, job.storage, job.weights)
 
 
 def settle(config: CaptionConfig, model: models.Model) -> CaptionConfig:
@@ -76,7 +80,7 @@ def check(model: models.Model, config: JobConfig) -> None:
 def _check_form(speech: SpeechConfig, model: models.Model) -> None:
     """Raise ConfigError where a model is no Whisper, or one for the other engine."""
     is_transformers = "model_type" in (models.read_json(model, "config.json") or {})
-    if not is_transformers and model.is_local and not (Path(model.location) / "model.bin").is_file():
+    if not is_transformers and model.file("model.bin") is None:
         raise ConfigError(f"speech.model = {speech.model!r}: no Whisper in CTranslate2 or transformers form")
     if is_transformers:
         models.check_type(model, ("whisper",))

@@ -32,7 +32,6 @@ class FasterWhisperEngine:
             device="cuda" if cuda else "cpu",
             compute_type=self.precision,
             cpu_threads=0 if cuda else max(1, round(config.num_cpus)),
-            revision=None if model.is_local else model.revision,
         )
 
     def transcribe(self, pcm: npt.NDArray[np.int16]) -> list[Segment]:

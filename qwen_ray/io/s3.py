@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -175,11 +175,19 @@ def head_object(s3: Any, bucket: str, key: str) -> dict[str, Any]:
         return answer
 
 
-def download(config: StorageConfig, bucket: str, key: str, version: str, target: Path) -> None:
+def download(
+    config: StorageConfig,
+    bucket: str,
+    key: str,
+    version: str,
+    target: Path,
+    on_chunk: Callable[[bytes], None] | None = None,
+) -> None:
     """Copy one version of an object to a file; a broken connection goes on where it stopped.
 
     Args:
         version: the ETag it must have; empty for any.
+        on_chunk: given each piece after it was written, in order.
 
     Raises:
         NotFound: it is gone.
@@ -191,7 +199,7 @@ def download(config: StorageConfig, bucket: str, key: str, version: str, target:
         for attempt in range(config.max_attempts):
             try:
                 with _boto_errors(name):
-                    version = _append(s3, bucket, key, version, file)
+                    version = _append(s3, bucket, key, version, file, on_chunk)
                 return
             except TransientError as error:
                 if attempt + 1 == config.max_attempts or not _broke_off(error):
@@ -199,13 +207,15 @@ def download(config: StorageConfig, bucket: str, key: str, version: str, target:
                 _back_off(attempt)
 
 
-def _append(s3: Any, bucket: str, key: str, version: str, file: Any) -> str:
+def _append(s3: Any, bucket: str, key: str, version: str, file: Any, on_chunk: Callable[[bytes], None] | None) -> str:
     condition = {"IfMatch": f'"{version}"'} if version else {}
     if start := file.tell():
         condition["Range"] = f"bytes={start}-"
     answer = s3.get_object(Bucket=bucket, Key=key, **condition)
     for chunk in answer["Body"].iter_chunks(_CHUNK):
         file.write(chunk)
+        if on_chunk is not None:
+            on_chunk(chunk)
     return _bare(answer["ETag"])
 
 

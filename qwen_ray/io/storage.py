@@ -12,7 +12,7 @@ import os
 import posixpath
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +26,8 @@ from qwen_ray.io.objects import Conflict, Denied, Entry, NotFound, Object, Stora
 
 __all__ = [
     "Conflict", "Denied", "Entry", "Location", "NotFound", "Object", "Storage",
-    "canonical_uri", "fetch", "file_name", "is_folder", "list_folder", "locate", "open_storage", "read_uri", "resolve",
-    "stat",
+    "canonical_uri", "copy_to", "fetch", "file_name", "is_folder", "list_folder", "locate", "open_storage", "read_uri",
+    "resolve", "stat",
 ]  # fmt: skip
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
@@ -184,6 +184,11 @@ def fetch(uri: str, version: str, config: StorageConfig) -> Iterator[Path]:
         yield target
 
 
+def copy_to(uri: str, target: Path, config: StorageConfig, on_chunk: Callable[[bytes], None]) -> None:
+    """Copy an object of a store to a file, handing each piece on as it is written. Raises TransientError as `fetch`."""
+    _download(locate(uri), "", config, target, on_chunk)
+
+
 def _file_name(key: str) -> str:
     """The object's own name, since messages name files by it; another where a disk would not take it."""
     name = posixpath.basename(key)
@@ -191,11 +196,17 @@ def _file_name(key: str) -> str:
     return name if usable else f"video{Path(key).suffix[:16]}"
 
 
-def _download(location: Location, version: str, config: StorageConfig, target: Path) -> None:
+def _download(
+    location: Location,
+    version: str,
+    config: StorageConfig,
+    target: Path,
+    on_chunk: Callable[[bytes], None] | None = None,
+) -> None:
     from qwen_ray.io import s3
 
     try:
-        s3.download(config, location.bucket, location.key, version, target)
+        s3.download(config, location.bucket, location.key, version, target, on_chunk)
     except NotFound:
         _raise_not_found(location.uri)
     except Conflict:

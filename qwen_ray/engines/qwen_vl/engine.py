@@ -44,11 +44,10 @@ class QwenVLEngine:
         if not cuda:
             torch.set_num_threads(max(1, round(config.num_cpus)))
         transformers_logging.disable_progress_bar()
-        pinned: dict[str, Any] = {} if model.is_local else {"revision": model.revision}
-        self._tokenizer = AutoTokenizer.from_pretrained(model.location, **pinned)
+        self._tokenizer = AutoTokenizer.from_pretrained(model.location)
         # "auto" spreads a model that needs several GPUs over all that this process was given, layer by layer.
         network = AutoModelForImageTextToText.from_pretrained(
-            model.location, dtype=dtype, attn_implementation="sdpa", device_map="auto" if cuda else None, **pinned
+            model.location, dtype=dtype, attn_implementation="sdpa", device_map="auto" if cuda else None
         )
         self._model: Any = network.eval()
         self._family = FAMILIES[self._model.config.model_type]

@@ -83,11 +83,10 @@ class WhisperEngine:
         if not cuda:
             torch.set_num_threads(max(1, round(config.num_cpus)))
         transformers_logging.disable_progress_bar()
-        pinned: dict[str, Any] = {} if model.is_local else {"revision": model.revision}
-        self._extract: Any = WhisperFeatureExtractor.from_pretrained(model.location, **pinned)
-        self._vocabulary = _Vocabulary(AutoTokenizer.from_pretrained(model.location, **pinned))
+        self._extract: Any = WhisperFeatureExtractor.from_pretrained(model.location)
+        self._vocabulary = _Vocabulary(AutoTokenizer.from_pretrained(model.location))
         network = WhisperForConditionalGeneration.from_pretrained(
-            model.location, dtype=dtype, attn_implementation="sdpa", **pinned
+            model.location, dtype=dtype, attn_implementation="sdpa"
         )
         self._model: Any = network.eval().to("cuda" if cuda else "cpu")
         self._language = self._spoken(config.language)
