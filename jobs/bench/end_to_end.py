@@ -135,6 +135,7 @@ def run(job: qwen_ray.JobConfig, trace: Path) -> tuple[dict[str, float], list[tu
     def note(progress: Progress) -> None:
         if progress.phase != phases[-1][0]:
             phases.append((progress.phase, time.time()))
+            step(progress.phase)
 
     watts: list[tuple[float, float]] = []
     with power(watts):
@@ -170,15 +171,22 @@ def steady(batches: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def step(words: str) -> None:
+    """A line of progress with the time of day."""
+    print(f"{datetime.now(UTC):%H:%M:%S} {words}", flush=True)
+
+
 def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """All figures of one model."""
     settings = [*arguments.set, *([f"caption.model={arguments.model}"] if arguments.model else [])]
     settings += [f"speech.model={arguments.speech_model}"] if arguments.speech_model else []
     videos, trace = scratch / "videos", scratch / "trace"
     trace.mkdir(parents=True)
+    step(f"rendering {arguments.videos} videos")
     make_videos(videos, arguments.videos)
     job = qwen_ray.configure(str(videos), str(scratch / "out"), preset=arguments.preset, set=settings)
-    alone = engine_alone(job)
+    step("the engine alone" if arguments.alone else "the run")
+    alone = engine_alone(job) if arguments.alone else None
     started = time.time()
     phases, watts, report = run(job, trace)
     elapsed_s = time.time() - started
@@ -197,7 +205,7 @@ def measure(arguments: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         "phases_s": phases,
         "engine_alone": alone,
         "captions": at_work,
-        "of_engine_alone": at_work.get("rows_per_s", 0.0) / alone["clips_per_s"],
+        "of_engine_alone": alone and at_work.get("rows_per_s", 0.0) / alone["clips_per_s"],
         "speech": steady(speech),
         "audio_s_per_s": arguments.videos * SECONDS / elapsed_s,
         "kernels": {"captions": _share(kernels), "speech": _share(speech_kernels)},
@@ -219,11 +227,11 @@ def show(console: Console, found: dict[str, Any]) -> None:
         "clips": found["clips"],
         "clips/s, start to end": f"{found['clips_per_s_with_start']:.2f}",
         "clips/s in the steady part": f"{captions.get('rows_per_s', 0):.2f}",
-        "clips/s of the engine alone": f"{alone['clips_per_s']:.2f}",
-        "share of the engine alone": f"{found['of_engine_alone']:.1%}",
+        "clips/s of the engine alone": f"{alone['clips_per_s']:.2f}" if alone else "not measured",
+        "share of the engine alone": f"{found['of_engine_alone']:.1%}" if alone else "not measured",
         "caption engine at work": f"{captions.get('busy_share', 0):.1%}",
-        "clips a batch": f"{captions.get('mean_batch', 0):.1f} of {alone['batch_size']}",
-        "prefill's share (alone)": f"{alone['prefill_share']:.1%}",
+        "clips a batch": f"{captions.get('mean_batch', 0):.1f}",
+        "prefill's share (alone)": f"{alone['prefill_share']:.1%}" if alone else "not measured",
         "speech engine at work": f"{found['speech'].get('busy_share', 0):.1%}",
         "audio s/s, start to end": f"{found['audio_s_per_s']:.1f}",
         "mean power": f"{found['power_w']:.0f} W" if found["power_w"] else "not measured",
@@ -244,6 +252,7 @@ def main() -> None:
     parser.add_argument("--model", default="", help="checkpoint instead of the preset's")
     parser.add_argument("--speech-model", default="", help="checkpoint instead of the preset's")
     parser.add_argument("--videos", type=int, default=40)
+    parser.add_argument("--no-alone", dest="alone", action="store_false", help="leave the engine alone out")
     parser.add_argument("--random", action="store_true", help="say in the result that the weights are random")
     parser.add_argument("--commit", default="", help="of the code, where it is no git checkout")
     parser.add_argument("--set", action="append", default=[], help="configuration, path=value")
