@@ -24,6 +24,7 @@ def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) ->
         return FakeCaptionEngine(config.model)
     from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
 
+    _hold_to(config.num_gpus, cuda=cuda)
     return QwenVLEngine(config, weights.local(model), cuda=cuda)
 
 
@@ -36,10 +37,21 @@ def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> S
     if config.engine == "whisper":
         from qwen_ray.engines.whisper.engine import WhisperEngine
 
+        _hold_to(config.num_gpus, cuda=cuda)
         return WhisperEngine(config, weights.local(model), cuda=cuda)
     from qwen_ray.engines.faster_whisper import FasterWhisperEngine
 
     return FasterWhisperEngine(config, weights.local(model), cuda=cuda)
+
+
+def _hold_to(share: float, *, cuda: bool) -> None:
+    """Bound this process to its share of the card's memory: Ray counts shares and does not enforce them, and an engine
+    that grows would take its neighbour's. What does not fit then is halved or refused like anything else.
+    """
+    if cuda and share < 1:
+        import torch
+
+        torch.cuda.set_per_process_memory_fraction(share)
 
 
 def resolve(component: CaptionConfig | SpeechConfig, job: JobConfig | None = None) -> models.Model:

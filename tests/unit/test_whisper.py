@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from qwen_ray.config import SpeechConfig
@@ -297,3 +298,23 @@ def test_a_size_is_a_hub_id():
     )
     assert build.whisper_repository(SpeechConfig(model="small")) == "Systran/faster-whisper-small"
     assert build.whisper_repository(SpeechConfig(engine="whisper", model="a/b")) == "a/b"
+
+
+def test_a_confused_model_is_asked_a_bounded_number_of_times(whisper_folder, tmp_path, monkeypatch):
+    """With random weights it closes passages at random, so that little of the chunk is ever heard out."""
+    folder, diary = tmp_path / "random", tmp_path / "diary"
+    shutil.copytree(whisper_folder, folder)
+    diary.mkdir()
+    draw = np.random.default_rng(0)
+    weights = load_file(folder / "model.safetensors")
+    noise = {
+        name: torch.from_numpy(draw.normal(0, 0.2, tuple(w.shape)).astype(np.float32)) for name, w in weights.items()
+    }
+    save_file({name: noise[name].to(w.dtype) for name, w in weights.items()}, folder / "model.safetensors")
+    monkeypatch.setenv("QWEN_RAY_TRACE", str(diary))
+    engine = load(folder, max_new_tokens=8)
+    found = engine.transcribe(draw.integers(-3000, 3000, 10 * 16_000).astype(np.int16))
+    engine.close()
+    (path,) = diary.iterdir()
+    assert 1 <= len(path.read_text().splitlines()) <= 10
+    assert all(0 <= segment.start_s <= segment.end_s <= 10 for segment in found)

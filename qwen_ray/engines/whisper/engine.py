@@ -42,6 +42,10 @@ SAMPLE_RATE_HZ = 16_000
 FRAME = round(FRAME_S * SAMPLE_RATE_HZ)
 LEAST_S = 0.2
 """A shorter rest behind the last passage is what the detector leaves around speech."""
+LEAST_ADVANCE_S = 1.0
+"""Of each hearing, so that a chunk is heard 30 times at most: a confused model may close its first passage at once, and
+would otherwise be asked about the same sound more than a thousand times.
+"""
 MULTILINGUAL_VOCABULARY = 51865
 """Least size of the vocabulary of a Whisper that knows more than English."""
 MAX_INITIAL_TIME = 50
@@ -109,7 +113,7 @@ class WhisperEngine:
             heard = self._batches.submit(self._sound(pcm[start:], language)).result()
             found += [_later(segment, start / SAMPLE_RATE_HZ) for segment in self._segments(heard)]
             language = heard.language
-            start += max(FRAME, round(heard.done_s * SAMPLE_RATE_HZ))
+            start += round(max(LEAST_ADVANCE_S, heard.done_s) * SAMPLE_RATE_HZ)
         return found
 
     def close(self) -> None:
