@@ -174,9 +174,13 @@ def _write_whisper(folder: Path, tokenizer: Path) -> None:
     features = folder / "preprocessor_config.json"
     features.write_text(json.dumps(json.loads(features.read_text()) | {"feature_size": TURBO["num_mel_bins"]}))
     stated = json.loads((folder / "generation_config.json").read_text())
+    small = WhisperConfig.from_pretrained(tokenizer)
     # as many heads as the published model lists, in its four layers
     stated["alignment_heads"] = [[2, 4], [2, 11], [3, 3], [3, 6], [3, 11], [3, 14]]
-    small = WhisperConfig.from_pretrained(tokenizer)
+    # A trained Whisper closes its passages at the end of the sound. Random weights close them anywhere, and the rest of
+    # a chunk would be heard again and again; without end times a chunk is one passage, heard once.
+    first_time = int(stated["no_timestamps_token_id"]) + 1
+    stated["suppress_tokens"] = [*(stated.get("suppress_tokens") or ()), *range(first_time + 1, small.vocab_size)]
     special = {name: getattr(small, name) for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
     config = WhisperConfig(**TURBO, **special, decoder_start_token_id=small.decoder_start_token_id)
     with _default_device():
