@@ -18,20 +18,20 @@ PROMPT = "Describe the video."
 SIZES = [(320, 240), (320, 180), (240, 240), (240, 320), (180, 320)]
 
 
-def filmed(folder: Path, count: int, seed: int = 5_000_000) -> list[tuple[CaptionRequest, str]]:
+def filmed(folder: Path, count: int, seed: int = 5_000_000, model: str = "tiny") -> list[tuple[CaptionRequest, str]]:
     """Requests from H.264 files of scenes that training left out, decoded as a run decodes them, and the right
-    captions.
+    captions; frames are cut as the preset `model` has it.
     """
-    return [_filmed(folder, seed + number, SIZES[number % len(SIZES)]) for number in range(count)]
+    return [_filmed(folder, seed + number, SIZES[number % len(SIZES)], model) for number in range(count)]
 
 
-def _filmed(folder: Path, seed: int, size: tuple[int, int]) -> tuple[CaptionRequest, str]:
+def _filmed(folder: Path, seed: int, size: tuple[int, int], model: str) -> tuple[CaptionRequest, str]:
     width, height = size
     scene = random_scene(torch.Generator().manual_seed(seed), True, width / height)
     path = folder / f"{seed}.mp4"
     frames_THWC = render_all(scene, 36, height, width)
     write_video(path, frames_THWC, Fraction(12), crf=23, rotation_deg=0, preset="veryfast")
-    clip = decode_clip(str(path), 0.0, 3.0, preset("tiny").decode)
+    clip = decode_clip(str(path), 0.0, 3.0, preset(model).decode)
     return request(str(seed), clip.frames_THWC, clip.frame_times_s), caption(scene)
 
 

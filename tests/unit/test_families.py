@@ -7,11 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from qwen_ray.config import CaptionConfig
+from qwen_ray.config import CaptionConfig, preset
 from qwen_ray.engines import build
 from qwen_ray.engines.protocol import CaptionRequest
 from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.scenes import filmed
 
 NEW_TOKENS = 12
 STATISTICS = {
@@ -56,7 +57,7 @@ def _by_definition(frames_THWC, patch, mean, std):
     return torch.stack(rows), [num_frames // 2, height // patch, width // patch]
 
 
-def _inputs(family, tokenizer, request):
+def _inputs(family, tokenizer, request, system="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"):
     """What `generate()` takes, put together as the model cards describe it."""
     is_2_5 = family == "qwen2_5_vl"
     mean, std = STATISTICS["qwen2_5_vl" if is_2_5 else "qwen3"]
@@ -68,7 +69,6 @@ def _inputs(family, tokenizer, request):
     else:
         stamps = [(times[k] + times[k + 1]) / 2 for k in range(0, len(times), 2)]
         video = "".join(f"<{t:.1f} seconds><|vision_start|>{pads}<|vision_end|>" for t in stamps)
-    system = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
     user = f"<|im_start|>user\n<|vision_start|>{video}<|vision_end|>{request.prompt}<|im_end|>\n"
     ids = torch.tensor([tokenizer(f"{system}{user}<|im_start|>assistant\n")["input_ids"]])
     inputs = {
@@ -83,14 +83,14 @@ def _inputs(family, tokenizer, request):
     return inputs
 
 
-def _generated(family, folder, requests):
+def _generated(family, folder, requests, num_tokens=NEW_TOKENS, **more):
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     texts = []
     for request in requests:
-        inputs = _inputs(family, tokenizer, request)
+        inputs = _inputs(family, tokenizer, request, **more)
         with torch.inference_mode():
-            tokens = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+            tokens = model.generate(**inputs, do_sample=False, max_new_tokens=num_tokens)
         new = tokens[0, inputs["input_ids"].shape[1] :]
         texts.append(tokenizer.decode(new, skip_special_tokens=True).strip())
     return texts
@@ -123,3 +123,19 @@ def test_true_times_reach_the_model(family):
     request = _requests(name)[5]
     late = CaptionRequest("late", request.frames_THWC, tuple(9 * t for t in request.frame_times_s), request.prompt)
     assert engine.submit(late).result().text != engine.submit(request).result().text
+
+
+@pytest.mark.parametrize(
+    ("name", "family", "more"), [("tiny", "qwen2_5_vl", {}), ("tiny-qwen3", "qwen3_vl", {"system": ""})]
+)
+def test_trained_models_say_what_generate_says_and_what_is_true(name, family, more, tmp_path):
+    config = preset(name).caption
+    model = build.resolve(config)
+    scenes = filmed(tmp_path, 30, model=name)
+    requests = [request for request, _ in scenes]
+    engine = QwenVLEngine(config, model, cuda=False)
+    answers = [engine.submit(request) for request in requests]
+    got = [answer.result().text for answer in answers]
+    engine.close()
+    assert got == _generated(family, model.location, requests, config.max_new_tokens, **more)
+    assert sum(text == truth for text, (_, truth) in zip(got, scenes, strict=True)) >= 28
