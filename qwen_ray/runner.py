@@ -235,24 +235,31 @@ class _Execution:
         self._report.num_recovered_rows = assembler.load(saved) if saved else 0
         self._progress.videos_planned = len(todos)
         self._phase("starting Ray")
-        try:
-            with connected(self._recipe.config.address) as cluster:
-                pools = plan_pools(self._recipe.config, cluster)  # refuses before anything is written
-                self._fetch_weights(todos, on_gpu=bool(pools.cards))
-                self._output.folder.start(self._recipe.config)
-                for part in _rounds(todos, assembler.summaries):
-                    for nth in range(PASSES):
-                        self._one_pass(part, assembler, cluster, careful=nth > 0)
-                        self._summary_pass(assembler, cluster, careful=nth > 0)
+        with connected(self._recipe.config.address) as cluster, self._kept(assembler):
+            pools = plan_pools(self._recipe.config, cluster)  # refuses before anything is written
+            self._fetch_weights(todos, on_gpu=bool(pools.cards))
+            self._output.folder.start(self._recipe.config)
+            for part in _rounds(todos, assembler.summaries):
+                for nth in range(PASSES):
+                    self._one_pass(part, assembler, cluster, careful=nth > 0)
+                    self._summary_pass(assembler, cluster, careful=nth > 0)
             assembler.give_up()
+            self._phase("committing")
+            self._committer.commit(assembler, everything=True)
+
+    @contextmanager
+    def _kept(self, assembler: Assembler) -> Iterator[None]:
+        """Whatever ends the block early, Ctrl-C and failures alike: what is finished is committed, and only then the
+        engines are ended, which takes seconds that whoever asked may not give.
+        """
+        try:
+            yield
         except LeaseLostError:
             raise  # the output belongs to another run: not one more write
-        except BaseException:  # Ctrl-C and failures alike keep what is finished, and go on to whoever asked
+        except BaseException:
             with suppress(QwenRayError):  # the first error is the one to tell
                 self._committer.commit(assembler, everything=True)
             raise
-        self._phase("committing")
-        self._committer.commit(assembler, everything=True)
 
     def _fetch_weights(self, todos: list[Todo], *, on_gpu: bool) -> None:
         """Have the models on every node that may hold an engine, before an engine could fail for want of them."""

@@ -139,7 +139,7 @@ def test_one_bad_request_fails_alone(engine, scenes):
 
 def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path):
     for name, words in [
-        ("builtin:tiny-qwen", "did you mean 'tiny-qwen2.5-vl'"),
+        ("builtin:tiny-qwen2.5", "did you mean 'tiny-qwen2.5-vl'"),
         (str(tmp_path / "none"), "no such folder"),
     ]:
         with pytest.raises(ConfigError, match=words):
