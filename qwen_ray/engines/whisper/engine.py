@@ -42,9 +42,10 @@ SAMPLE_RATE_HZ = 16_000
 FRAME = round(FRAME_S * SAMPLE_RATE_HZ)
 LEAST_S = 0.2
 """A shorter rest behind the last passage is what the detector leaves around speech."""
-LEAST_ADVANCE_S = 1.0
-"""Of each hearing, so that a chunk is heard 30 times at most: a confused model may close its first passage at once, and
-would otherwise be asked about the same sound more than a thousand times.
+PATIENCE, LEAST_ADVANCE_S = 3, 2.0
+"""Short first passages whose sequel was left unfinished are heard on from their end, however short, three times. After
+that each hearing counts for two seconds: a confused model closes its first passage at once, time after time, and would
+be asked about the same sound more than a thousand times.
 """
 MULTILINGUAL_VOCABULARY = 51865
 """Least size of the vocabulary of a Whisper that knows more than English."""
@@ -108,12 +109,14 @@ class WhisperEngine:
             what = f"a chunk of {len(pcm) / SAMPLE_RATE_HZ:.1f} s"
             raise RequestError("engine_crashed", f"{what}: Whisper hears at most {self._extract.chunk_length} s")
         found: list[Segment] = []
-        start, language = 0, self._language
+        start, language, patience = 0, self._language, PATIENCE
         while len(pcm) - start >= LEAST_S * SAMPLE_RATE_HZ:
             heard = self._batches.submit(self._sound(pcm[start:], language)).result()
             found += [_later(segment, start / SAMPLE_RATE_HZ) for segment in self._segments(heard)]
             language = heard.language
-            start += round(max(LEAST_ADVANCE_S, heard.done_s) * SAMPLE_RATE_HZ)
+            patience -= heard.done_s < LEAST_ADVANCE_S
+            advance_s = heard.done_s if patience >= 0 else max(LEAST_ADVANCE_S, heard.done_s)
+            start += max(FRAME, round(advance_s * SAMPLE_RATE_HZ))
         return found
 
     def close(self) -> None:
