@@ -11,13 +11,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +25,8 @@ from rich.table import Table
 
 import qwen_ray
 from jobs.assets.videos import Example, write_example
+from jobs.bench import record
 from qwen_ray.io.storage import file_name
-from qwen_ray.report import versions
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def make_examples(folder: Path, count: int, seed: int) -> list[Example]:
@@ -87,15 +82,8 @@ def show(console: Console, examples: list[Example], captions: dict[str, str | No
 def result(examples: list[Example], captions: dict[str, str | None], report: dict[str, Any]) -> dict[str, Any]:
     """What is kept of a measurement."""
     right = sum(captions[example.path.name] == example.caption for example in examples)
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=40"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "what": "exactly right captions on unseen combinations, through the whole product",
-        "command": " ".join(["python -m jobs.bench.accuracy", *sys.argv[1:]]),
-        "commit": commit,
-        "at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+    what = "exactly right captions on unseen combinations, through the whole product"
+    return record.about(what, "jobs.bench.accuracy") | {
         "right": right,
         "scenes": len(examples),
         "fraction": right / len(examples),
@@ -128,7 +116,7 @@ def main() -> None:
         console.print(f"run: {time.monotonic() - started:.1f} s")
         show(console, examples, captions)
         if arguments.write:
-            path = RESULTS / f"{datetime.now(UTC):%Y-%m-%d}-accuracy-{arguments.preset}.json"
+            path = record.path_of(f"accuracy-{arguments.preset}")
             path.write_text(json.dumps(result(examples, captions, report), indent=1))
             console.print(f"written to {path}")
 

@@ -37,13 +37,12 @@ from rich.console import Console
 from rich.table import Table
 
 import qwen_ray
+from jobs.bench import record
 from qwen_ray.api import SAMPLES
 from qwen_ray.config import to_dict
 from qwen_ray.engines.trace import VARIABLE
-from qwen_ray.report import versions
 from qwen_ray.runner import Progress
 
-RESULTS = Path(__file__).parent / "results"
 FPS, SECONDS, WIDTH, HEIGHT = 30, 60, 640, 360
 SAMPLE_RATE_HZ = 16_000
 
@@ -256,25 +255,17 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="say in the result that the weights are random")
     parser.add_argument("--commit", default="", help="of the code, where it is no git checkout")
     parser.add_argument("--set", action="append", default=[], help="configuration, path=value")
-    parser.add_argument("--write", type=Path, nargs="?", const=RESULTS, help="write the result to this folder")
+    parser.add_argument("--write", type=Path, nargs="?", const=record.RESULTS, help="write the result to this folder")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         found = measure(arguments, Path(scratch))
     console = Console()
     show(console, found)
     if arguments.write:
-        git = ["git", "describe", "--always", "--dirty", "--abbrev=40"]
-        commit = arguments.commit or subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-        about = {
-            "what": "a whole run on one machine, captions and speech on one card"
-            + (", random weights: every caption has all its tokens" if arguments.random else ""),
-            "command": " ".join(["python -m jobs.bench.end_to_end", *sys.argv[1:]]),
-            "commit": commit,
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
-            "cpus": os.cpu_count(),
-            "versions": versions(),
-        }
-        path = arguments.write / f"{datetime.now(UTC):%Y-%m-%d}-end-to-end-{arguments.preset}.json"
+        what = "a whole run on one machine, captions and speech on one card"
+        what += ", random weights: every caption has all its tokens" if arguments.random else ""
+        about = record.about(what, "jobs.bench.end_to_end", arguments.commit)
+        path = record.path_of(f"end-to-end-{arguments.preset}", arguments.write)
         path.write_text(json.dumps(about | found, indent=1))
         console.print(f"written to {path}")
 

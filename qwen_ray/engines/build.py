@@ -5,10 +5,9 @@ from __future__ import annotations
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines import generation, models, weights
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
+from qwen_ray.engines.qwen_vl.family import FAMILIES
 from qwen_ray.errors import ConfigError
 
-CAPTION_TYPES = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-"""`model_type` of the checkpoints that the `qwen_vl` engine runs."""
 WHISPER_SIZES = (
     *("tiny", "base", "small", "medium", "large", "large-v2", "large-v3", "large-v3-turbo"),
     *("tiny.en", "base.en", "small.en", "medium.en"),
@@ -81,7 +80,7 @@ def check(model: models.Model, config: JobConfig) -> None:
     """Raise ConfigError unless the caption model is one that the engine runs, on frames as they will be cut."""
     if config.caption is None or config.caption.engine == "fake":
         return
-    multiple = models.check_type(model, CAPTION_TYPES)
+    multiple = models.check_type(model, tuple(FAMILIES))
     if config.decode.size_multiple != multiple:
         raise ConfigError(
             f"decode.size_multiple = {config.decode.size_multiple}: the patches of {config.caption.model!r} "

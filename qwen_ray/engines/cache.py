@@ -75,9 +75,8 @@ def write(path: Path, text: str) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
         Path(temporary).replace(path)
-    except BaseException:
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 class Checked:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from qwen_ray.engines.qwen_vl.preprocess import Patching
+if TYPE_CHECKING:  # it imports torch, which a driver need not have
+    from qwen_ray.engines.qwen_vl.preprocess import Patching
 
 VIDEO_PAD = "<|video_pad|>"
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
