@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import GenerationConfig
 
 from jobs.assets import shapes
-from jobs.assets.tiny.family import MERGE, Family, Grid
+from jobs.assets.tiny.family import HEAD_DIM, MERGE, ROPE_THETA, Family, Grid
 
 PROMPT = "Describe the video."
 OTHER_PROMPTS = (
@@ -40,6 +40,7 @@ SPECIAL_TOKENS = (
     "<|image_pad|>",
     "<|video_pad|>",
 )
+TEXT_WIDTH, VISION_WIDTH = 256, 192
 TEXT_TOKENS = 448
 VOCABULARY = 512
 """Rows of the embedding; the ones after the special tokens are padding."""
@@ -147,8 +148,8 @@ def _processor_settings(family: Family, kind: str) -> dict[str, Any]:
         "do_normalize": True,
         "do_rescale": True,
         "do_resize": True,
-        "image_mean": list(family.mean),
-        "image_std": list(family.std),
+        "image_mean": list(family.patching.mean),
+        "image_std": list(family.patching.std),
         "merge_size": MERGE,
         "patch_size": family.patch,
         "resample": 3,
@@ -167,6 +168,10 @@ def build_model(family: Family, token_id: dict[str, int]) -> Any:
     end, end_of_turn = token_id["<|endoftext|>"], token_id["<|im_end|>"]
     text = {
         "num_hidden_layers": 4,
+        "hidden_size": TEXT_WIDTH,
+        "num_attention_heads": TEXT_WIDTH // HEAD_DIM,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_THETA, **family.rope},
         "vocab_size": VOCABULARY,
         "max_position_embeddings": 8192,
         "rms_norm_eps": 1e-6,
@@ -176,9 +181,18 @@ def build_model(family: Family, token_id: dict[str, int]) -> Any:
         "pad_token_id": end,
         **family.text,
     }
+    vision = {
+        "depth": 4,
+        "hidden_size": VISION_WIDTH,
+        "intermediate_size": 512,
+        "num_heads": VISION_WIDTH // HEAD_DIM,
+        "out_hidden_size": TEXT_WIDTH,
+        "patch_size": family.patch,
+        **family.vision,
+    }
     config = family.config_class(
         text_config=text,
-        vision_config=family.vision,
+        vision_config=vision,
         tie_word_embeddings=True,
         image_token_id=token_id["<|image_pad|>"],
         video_token_id=token_id["<|video_pad|>"],

@@ -11,9 +11,23 @@ from typing import Any
 
 from torch import Tensor
 
+from qwen_ray.engines.qwen_vl.family import FAMILIES
+from qwen_ray.engines.qwen_vl.preprocess import Patching
+
 MERGE = 2
 HEAD_DIM = 64
 ROPE_THETA = 10000.0
+COUNTS_TEMPLATE = "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
+CONTENT_TEMPLATE = (
+    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
+    "{% set image_count.value = image_count.value + 1 %}"
+    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% elif content['type'] == 'video' or 'video' in content %}"
+    "{% set video_count.value = video_count.value + 1 %}"
+    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>"
+    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+)
+"""What the chat templates of both families have in common: one part of a message."""
 
 
 @dataclass(frozen=True)
@@ -45,27 +59,25 @@ class Family:
     """Everything that a checkpoint's family decides.
 
     Attributes:
-        patch, mean, std: how pictures are cut and normalised.
+        patch: side in pixels.
         min_pixels, max_pixels: of a frame.
-        text, vision: settings beside those that `build_model` makes.
+        text, vision, rope: settings beside those that `build_model` makes.
         rope_axes: position axis (time, row, column) of each of the text's frequencies.
         config_class, model_class: of transformers.
         processor, image_processor, video_processor: names in the settings files.
         texts: what the tokenizer learns beside captions and prompts.
         chat_template: in Jinja, with one place for a video.
         one_length: whether all clips of a step must last equally long, since their times are text.
-        video_ids: (tokenizer, clip) -> token ids that stand for the template's one `<|video_pad|>`.
         positions: (ids before the video, of the video, after it; number of answer tokens; clip; spread) -> [3, B, L].
     """
 
     name: str
     patch: int
-    mean: tuple[float, float, float]
-    std: tuple[float, float, float]
     min_pixels: int
     max_pixels: int
     text: dict[str, Any]
     vision: dict[str, Any]
+    rope: dict[str, Any]
     rope_axes: Sequence[int]
     config_class: Any
     model_class: Any
@@ -75,9 +87,22 @@ class Family:
     texts: tuple[str, ...]
     chat_template: str
     one_length: bool
-    video_ids: Callable[[Any, Clip], list[int]]
     positions: Callable[[list[int], list[int], list[int], int, Clip, bool], Tensor]
 
     def size(self, grid: Grid) -> tuple[int, int]:
         """Height and width in pixels."""
         return grid.rows * MERGE * self.patch, grid.columns * MERGE * self.patch
+
+    @property
+    def patching(self) -> Patching:
+        """How the engine cuts and normalises pictures."""
+        engine = FAMILIES[self.config_class.model_type]
+        return Patching(self.patch, MERGE, 2, engine.mean, engine.std)
+
+    def video_ids(self, tokenizer: Any, clip: Clip) -> list[int]:
+        """Token ids that the engine puts for the template's one `<|video_pad|>`, for evenly spaced frames."""
+        times_s = [k * float(clip.seconds_B[0]) / clip.num_frames for k in range(clip.num_frames)]
+        size = clip.num_frames, *self.size(clip.grid)
+        text = FAMILIES[self.config_class.model_type].placeholders(times_s, size, self.patching)
+        ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids
+        return ids

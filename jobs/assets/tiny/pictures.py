@@ -117,7 +117,8 @@ def sample_times(count: int, num_frames: int, strength: float, device: torch.dev
 @cache
 def _statistics(family: Family, device: torch.device) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation [C, 1, 1] of values in 0..255."""
-    mean, std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (family.mean, family.std))
+    how = family.patching
+    mean, std = (torch.tensor(values, device=device)[:, None, None] * 255 for values in (how.mean, how.std))
     return mean, std
 
 

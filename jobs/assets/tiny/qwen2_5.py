@@ -2,41 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from jobs.assets.tiny.family import HEAD_DIM, ROPE_THETA, Clip, Family
+from jobs.assets.tiny.family import CONTENT_TEMPLATE, COUNTS_TEMPLATE, Clip, Family
 
 SYSTEM = "You are a helpful assistant."
 TOKENS_PER_SECOND = 2
 MROPE_SECTION = (8, 12, 12)
 CHAT_TEMPLATE = (
-    "{% set image_count = namespace(value=0) %}{% set video_count = namespace(value=0) %}"
+    f"{COUNTS_TEMPLATE}"
     "{% for message in messages %}"
     "{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
     "You are a helpful assistant.<|im_end|>\n{% endif %}"
     "<|im_start|>{{ message['role'] }}\n"
     "{% if message['content'] is string %}{{ message['content'] }}<|im_end|>\n"
     "{% else %}{% for content in message['content'] %}"
-    "{% if content['type'] == 'image' or 'image' in content or 'image_url' in content %}"
-    "{% set image_count.value = image_count.value + 1 %}"
-    "{% if add_vision_id %}Picture {{ image_count.value }}: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif content['type'] == 'video' or 'video' in content %}"
-    "{% set video_count.value = video_count.value + 1 %}"
-    "{% if add_vision_id %}Video {{ video_count.value }}: {% endif %}<|vision_start|><|video_pad|><|vision_end|>"
-    "{% elif 'text' in content %}{{ content['text'] }}{% endif %}"
+    f"{CONTENT_TEMPLATE}"
     "{% endfor %}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-
-def video_ids(tokenizer: Any, clip: Clip) -> list[int]:
-    """One placeholder per video token."""
-    pad = int(tokenizer.convert_tokens_to_ids("<|video_pad|>"))
-    return [pad] * (clip.num_frames // 2 * clip.grid.rows * clip.grid.columns)
 
 
 def positions(
@@ -68,32 +54,17 @@ def positions(
 FAMILY = Family(
     name="qwen2.5-vl",
     patch=14,
-    mean=(0.48145466, 0.4578275, 0.40821073),
-    std=(0.26862954, 0.26130258, 0.27577711),
     min_pixels=3136,
     max_pixels=13_000,
     text={
-        "hidden_size": 256,
         "intermediate_size": 768,
-        "num_attention_heads": 256 // HEAD_DIM,
-        "num_key_value_heads": 2,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": ROPE_THETA,
-            "mrope_section": list(MROPE_SECTION),
-        },
     },
     vision={
-        "depth": 4,
-        "hidden_size": 192,
-        "intermediate_size": 512,
-        "num_heads": 192 // HEAD_DIM,
-        "out_hidden_size": 256,
-        "patch_size": 14,
         "window_size": 224,
         "fullatt_block_indexes": [1, 3],
         "tokens_per_second": TOKENS_PER_SECOND,
     },
+    rope={"mrope_section": list(MROPE_SECTION)},
     rope_axes=[axis for axis, count in enumerate(MROPE_SECTION) for _ in range(count)],
     config_class=Qwen2_5_VLConfig,
     model_class=Qwen2_5_VLForConditionalGeneration,
@@ -103,6 +74,5 @@ FAMILY = Family(
     texts=(SYSTEM,),
     chat_template=CHAT_TEMPLATE,
     one_length=False,
-    video_ids=video_ids,
     positions=positions,
 )
