@@ -39,18 +39,38 @@ def _check(ok: bool, path: str, found: object, allowed: str) -> None:
 class DecodeConfig:
     """From a file to clips of frames."""
 
+    windows: Literal["fixed", "shots"] = "fixed"
+    """How a video is cut into clips: every `window_s` seconds, or where its picture cuts to another."""
     window_s: float = 12.0
-    """Length of a clip in seconds; the last one may be shorter."""
+    """Length of a clip in seconds; the last one may be shorter. With shots, the longest clip: a longer shot is cut into
+    equal parts.
+    """
+    min_window_s: float = 1.0
+    """Length in seconds of the shortest clip that a shot makes; a shorter shot joins the one before it."""
+    sampling: Literal["uniform", "fps", "keyframes", "motion"] = "uniform"
+    """Which frames of a clip are taken: `uniform`, `num_frames` evenly spaced in time; `fps`, so many a second;
+    `keyframes`, those that the file stores whole; `motion`, more where the picture moves.
+    """
     num_frames: int = 16
-    """Frames per clip, evenly spaced in time; fewer where the clip has fewer."""
+    """Most frames of a clip, and so most tokens; a clip with fewer different ones gives those."""
+    fps: float = 2.0
+    """Frames a second with `sampling=fps`; lower where a clip would take more than `num_frames`."""
     min_pixels: int = 4 * 28 * 28
     """Fewest pixels of a frame after resizing."""
     max_pixels: int = 360 * 640
     """Most pixels of a frame after resizing."""
     size_multiple: int = 28
     """Height and width are multiples of this: the model's patch size times its spatial merge."""
+    decoder: Literal["auto", "pyav", "ffmpeg", "torchcodec", "decord"] = "auto"
+    """What decodes pictures. `auto` is `pyav`, and the `ffmpeg` command for a file that it has no decoder for, where
+    there is one; the others are for comparison and must be installed. Rows record which it was.
+    """
     deadline_s: float = speed(120.0)
-    """Longest time in seconds that a decoder may go without delivering anything before it is killed."""
+    """Longest time in seconds that a decoder may go without a sign of life before it is killed."""
+    file_deadline_s: float = speed(7200.0)
+    """Longest time in seconds that a decoder may work on one file, waiting for the models not counted."""
+    memory_gb: float = speed(4.0)
+    """Most memory of a decoding process, in units of 2**30 bytes; 0 is no bound."""
     num_cpus: float = speed(1.0)
     """CPU cores that each decode actor asks of Ray."""
     replicas: int = speed(0)
@@ -73,7 +93,12 @@ class DecodeConfig:
             self.max_pixels,
             f"min_pixels ({self.min_pixels}) or more",
         )
-        _check(0 < self.deadline_s < math.inf, "decode.deadline_s", self.deadline_s, "more than 0 seconds")
+        for name in ("fps", "deadline_s", "file_deadline_s"):
+            value = getattr(self, name)
+            _check(0 < value < math.inf, f"decode.{name}", value, "more than 0")
+        fits = 0 <= self.min_window_s <= self.window_s or self.windows == "fixed"
+        _check(fits, "decode.min_window_s", self.min_window_s, f"0 to window_s ({self.window_s:g} s)")
+        _check(self.memory_gb >= 0, "decode.memory_gb", self.memory_gb, "0 (no bound) or more")
         _check(self.num_cpus >= 0, "decode.num_cpus", self.num_cpus, "0 or more")
         _check(self.replicas >= 0, "decode.replicas", self.replicas, "0 (automatic) or more")
 

@@ -19,15 +19,7 @@ TRUTH = json.loads((SAMPLES / "truth.json").read_text())
 
 def sample_chunks(name: str) -> list[SpeechChunk]:
     """Chunks of a sample video."""
-    config = SpeechConfig()
-    request = DecodeRequest(
-        path=str(SAMPLES / name),
-        want_frames=False,
-        want_audio=True,
-        vad_threshold=config.vad_threshold,
-        min_silence_s=config.min_silence_s,
-        chunk_s=config.chunk_s,
-    )
+    request = DecodeRequest(path=str(SAMPLES / name), want_frames=False, speech=SpeechConfig())
     return [event for event in decode_events(request) if isinstance(event, SpeechChunk)]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from qwen_ray.config import DecodeConfig
+from qwen_ray.config import DecodeConfig, SpeechConfig
 from qwen_ray.errors import ConfigError, InputError, RowError
 from qwen_ray.media.audio import AudioReader
 from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
@@ -28,16 +28,7 @@ def decode_clip(path: str, start_s: float, end_s: float, config: DecodeConfig) -
         ConfigError: The clip is empty or lies outside the picture's time.
         InputError: The file is of no use, has no picture, or no frame of the clip can be decoded.
     """
-    request = DecodeRequest(
-        path=path,
-        windows=((start_s, end_s),),
-        num_frames=config.num_frames,
-        min_pixels=config.min_pixels,
-        max_pixels=config.max_pixels,
-        size_multiple=config.size_multiple,
-        want_audio=False,
-    )
-    for event in decode_events(request):
+    for event in decode_events(DecodeRequest(path=path, decode=config, windows=((start_s, end_s),))):
         match event:
             case Opened():
                 _check_clip(event.info, start_s, end_s)
@@ -84,7 +75,7 @@ def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: Non
 def _windows(request: DecodeRequest, examined: Examined) -> list[Window]:
     if request.windows and examined.info.has_video:
         return list(request.windows)
-    return clip_windows(examined, request.window_s)
+    return clip_windows(examined, request.decode.window_s)
 
 
 def clip_windows(examined: Examined, window_s: float) -> list[Window]:
@@ -107,7 +98,7 @@ def _clips(
         for index in todo:
             yield ClipFailed(index, *windows[index], *refused)
         return 0, len(todo)
-    plan = [sample(examined.frame_times_s, *windows[index], request.num_frames) for index in todo]
+    plan = [sample(examined.frame_times_s, *windows[index], request.decode.num_frames) for index in todo]
     height, width = _target_size(request, examined)
     reader, damaged = FrameReader(examined, plan, height=height, width=width, beat=beat), 0
     try:
@@ -133,14 +124,14 @@ def _no_picture(examined: Examined) -> tuple[str, str] | None:
 
 
 def _target_size(request: DecodeRequest, examined: Examined) -> tuple[int, int]:
-    info = examined.info
+    info, decode = examined.info, request.decode
     return frame_size(
         info.height,
         info.width,
         info.pixel_aspect,
-        multiple=request.size_multiple,
-        min_pixels=request.min_pixels,
-        max_pixels=request.max_pixels,
+        multiple=decode.size_multiple,
+        min_pixels=decode.min_pixels,
+        max_pixels=decode.max_pixels,
     )
 
 
@@ -171,21 +162,21 @@ def _speech(
 ) -> Generator[Event, None, tuple[int, tuple[str, str] | None]]:
     """Yield the speech; returns how many errors there were and what ended it early, if anything did."""
     track = examined.index.audio
-    if track is None or not request.want_audio:
+    if track is None or request.speech is None:
         return 0, None
     reader = AudioReader(examined.path, track, beat)
     try:
-        yield from _chunks(request, reader, examined.info.audio_offset_s or 0.0)
+        yield from _chunks(request.speech, reader, examined.info.audio_offset_s or 0.0)
     except RowError as error:
         return reader.num_errors, (error.error_type, error.message)
     return reader.num_errors, None
 
 
-def _chunks(request: DecodeRequest, reader: AudioReader, offset_s: float) -> Iterator[SpeechChunk]:
+def _chunks(speech: SpeechConfig, reader: AudioReader, offset_s: float) -> Iterator[SpeechChunk]:
     return speech_chunks(
         reader.blocks(),
         offset_s,
-        vad_threshold=request.vad_threshold,
-        min_silence_s=request.min_silence_s,
-        chunk_s=request.chunk_s,
+        vad_threshold=speech.vad_threshold,
+        min_silence_s=speech.min_silence_s,
+        chunk_s=speech.chunk_s,
     )

@@ -6,11 +6,12 @@ Legend: T frames, H rows, W columns, C the three colours red, green, blue.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from qwen_ray.config import DecodeConfig, SpeechConfig
 from qwen_ray.media.info import VideoInfo
 
 
@@ -20,32 +21,16 @@ class DecodeRequest:
 
     path: str
     """A local file."""
-    window_s: float = 12.0
-    """Seconds of a clip."""
+    decode: DecodeConfig = field(default_factory=DecodeConfig)
+    """How it is cut into clips and frames, and how long and with how much memory that may go on."""
+    speech: SpeechConfig | None = None
+    """How speech is found in its sound; None leaves the sound alone."""
     windows: tuple[tuple[float, float], ...] = ()
-    """(start_s, end_s) of the clips, in order, instead of windows of `window_s`."""
-    num_frames: int = 16
-    """Frames of a clip, evenly spaced in time."""
-    min_pixels: int = 4 * 28 * 28
-    """Fewest pixels of a frame after resizing."""
-    max_pixels: int = 360 * 640
-    """Most pixels of a frame after resizing."""
-    size_multiple: int = 28
-    """Height and width are multiples of this."""
+    """(start_s, end_s) of the clips, in order, instead of those that `decode` makes."""
     want_frames: bool = True
     """Whether clips are wanted."""
-    want_audio: bool = True
-    """Whether speech is wanted."""
-    vad_threshold: float = 0.5
-    """Probability from which a moment counts as speech."""
-    min_silence_s: float = 0.5
-    """Seconds of pause that end a stretch of speech."""
-    chunk_s: float = 30.0
-    """Most seconds of a speech chunk."""
     skip_clips: frozenset[int] = frozenset()
     """Indices of clips that are done already: they are not decoded and give no event."""
-    deadline_s: float = 120.0
-    """Most seconds without a sign of life; only `Decoder` acts on it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -68,8 +68,8 @@ class Decoder:
 
         Raises:
             InputError, TransientError: As `decode_events` does.
-            RowError: `decode_timeout` after `request.deadline_s` seconds without a sign of life, `decode_crashed`
-                where the process died.
+            RowError: `decode_timeout` after `decode.deadline_s` seconds without a sign of life, `decode_crashed` where
+                the process died.
             ResourceError: `decode_memory` where it ran out of memory.
             DecodeBug: The decoding code failed in a way of its own.
         """
@@ -137,9 +137,9 @@ class Decoder:
         name = Path(request.path).name
         while True:
             try:
-                message = wire.receive(sock, request.deadline_s)
+                message = wire.receive(sock, request.decode.deadline_s)
             except TimeoutError:
-                text = f"{name}: the decoder gave no sign of life for {request.deadline_s:g} s"
+                text = f"{name}: the decoder gave no sign of life for {request.decode.deadline_s:g} s"
                 raise TransientError("decode_timeout", text) from None
             except (EOFError, ConnectionError):
                 raise self._death(name) from None

@@ -83,23 +83,12 @@ class DecodeStage:
         yield summary.row(todo["video_id"])
 
     def _request(self, path: str, todo: dict[str, Any]) -> DecodeRequest:
-        decode = self._config.decode
-        speech: dict[str, Any] = {}
-        if self._config.speech is not None:
-            names = ("vad_threshold", "min_silence_s", "chunk_s")
-            speech = {name: getattr(self._config.speech, name) for name in names}
         return DecodeRequest(
             path=path,
-            window_s=decode.window_s,
-            num_frames=decode.num_frames,
-            min_pixels=decode.min_pixels,
-            max_pixels=decode.max_pixels,
-            size_multiple=decode.size_multiple,
+            decode=self._config.decode,
+            speech=self._config.speech if todo["want_speech"] else None,
             want_frames=todo["want_caption"],
-            want_audio=todo["want_speech"],
             skip_clips=frozenset(todo["done_clips"]),
-            deadline_s=decode.deadline_s,
-            **speech,
         )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qwen_ray.config import SpeechConfig
 from qwen_ray.errors import InputError
 from qwen_ray.media.audio import SAMPLE_RATE_HZ, AudioReader
 from qwen_ray.media.decode import decode_events
@@ -164,7 +165,7 @@ def test_a_track_of_which_nothing_decodes_says_so(tmp_path):
 def test_a_film_whose_sound_fails_still_gives_its_clips(picture, tmp_path):
     path = mux(picture, tmp_path / "good.mov", codec=("-c:a", "pcm_s16le"))
     (tmp_path / "bad.mov").write_bytes(Path(path).read_bytes().replace(b"sowt", b"zzzz"))
-    _, *clips, done = decode_events(DecodeRequest(path=str(tmp_path / "bad.mov")))
+    _, *clips, done = decode_events(DecodeRequest(path=str(tmp_path / "bad.mov"), speech=SpeechConfig()))
     assert [type(clip) for clip in clips] == [ClipFrames]
     assert done.audio_error is not None
     assert done.audio_error[0] == "unsupported_codec"
@@ -225,7 +226,7 @@ def test_speech_of_a_film_is_on_the_pictures_axis(picture, tmp_path, sound_at_s,
     path = tmp_path / "film.mkv"
     video, audio = ["-itsoffset", picture_at_s, "-i", picture], ["-itsoffset", sound_at_s, "-i", SPEECH]
     ffmpeg(*video, *audio, "-map", "0:v", "-map", "1:a", "-c", "copy", path)
-    opened, *events, done = decode_events(DecodeRequest(path=str(path), chunk_s=5.0))
+    opened, *events, done = decode_events(DecodeRequest(path=str(path), speech=SpeechConfig(chunk_s=5.0)))
     shift_s = sound_at_s - picture_at_s
     chunks = [event for event in events if isinstance(event, SpeechChunk)]
     assert [(c.start_s, c.end_s) for c in chunks] == [

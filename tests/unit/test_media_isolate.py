@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import InputError, ResourceError, RowError
 from qwen_ray.media import child
 from qwen_ray.media.decode import decode_events
@@ -34,6 +35,11 @@ def decoder():
         yield decoder
 
 
+def request(path, **decode):
+    """All frames wanted of a file, and how."""
+    return DecodeRequest(path=path, decode=DecodeConfig(**decode))
+
+
 def gone(pid):
     """Whether a process ends within a few seconds."""
     for _ in range(100):
@@ -46,8 +52,8 @@ def gone(pid):
 
 
 def test_the_process_answers_as_the_generator_does(decoder, film):
-    request = DecodeRequest(path=film, window_s=3.0)
-    here, there = list(decode_events(request)), list(decoder.decode(request))
+    wanted = request(film, window_s=3.0)
+    here, there = list(decode_events(wanted)), list(decoder.decode(wanted))
     assert here[0] == there[0]
     assert here[-1] == there[-1]
     assert [type(event) for event in here] == [type(event) for event in there]
@@ -75,7 +81,7 @@ def test_a_hang_ends_at_the_deadline_and_the_next_file_decodes(decoder, film):
     os.kill(hung, signal.SIGSTOP)
     began = time.monotonic()
     with pytest.raises(RowError) as caught:
-        list(decoder.decode(DecodeRequest(path=film, deadline_s=0.5)))
+        list(decoder.decode(request(film, deadline_s=0.5)))
     assert caught.value.error_type == "decode_timeout"
     assert time.monotonic() - began < 5
     assert gone(hung)
@@ -84,7 +90,7 @@ def test_a_hang_ends_at_the_deadline_and_the_next_file_decodes(decoder, film):
 
 def test_a_hang_in_the_middle_of_a_clip_ends_too(decoder, film):
     list(decoder.decode(DecodeRequest(path=film)))  # started and warm
-    events = decoder.decode(DecodeRequest(path=film, window_s=0.2, **LARGE, deadline_s=2))
+    events = decoder.decode(request(film, window_s=0.2, **LARGE, deadline_s=2))
     next(events)
     time.sleep(0.3)  # the process fills the socket and waits for us, a clip half sent
     os.kill(decoder.pid, signal.SIGSTOP)
@@ -98,7 +104,7 @@ def test_a_hang_in_the_middle_of_a_clip_ends_too(decoder, film):
     [(signal.SIGSEGV, "decode_crashed", "signal 11"), (signal.SIGKILL, "decode_memory", "signal 9")],
 )
 def test_a_crash_becomes_an_error_and_the_next_file_decodes(decoder, film, number, code, words):
-    events = decoder.decode(DecodeRequest(path=film, window_s=0.2, **LARGE))
+    events = decoder.decode(request(film, window_s=0.2, **LARGE))
     assert isinstance(next(events), Opened)
     os.kill(decoder.pid, number)
     with pytest.raises(RowError) as caught:
@@ -120,8 +126,8 @@ def test_a_process_that_died_between_files_is_replaced(decoder, film):
 
 def test_memory_is_bounded_where_that_is_asked(film):
     with Decoder(memory_bytes=700 << 20) as decoder:
-        assert isinstance(list(decoder.decode(DecodeRequest(path=film, want_audio=False)))[-1], Done)
-        huge = DecodeRequest(path=film, min_pixels=90_000_000, max_pixels=100_000_000, num_frames=16, want_audio=False)
+        assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
+        huge = request(film, min_pixels=90_000_000, max_pixels=100_000_000, num_frames=16)
         with pytest.raises(ResourceError) as caught:
             list(decoder.decode(huge))
         assert caught.value.error_type == "decode_memory"
@@ -142,8 +148,8 @@ def test_long_work_without_a_result_is_no_hang(decoder, tmp_path):
     path = str(tmp_path / "long.mp4")
     encode(path, 400, size=(1280, 720), video=["-c:v", "libx264", "-preset", "ultrafast", "-g", "10000"])
     list(decoder.decode(DecodeRequest(path=path, want_frames=False)))  # started and warm
-    request = DecodeRequest(path=path, window_s=1000, num_frames=2, deadline_s=2, want_audio=False)
-    assert [type(event) for event in decoder.decode(request)] == [Opened, ClipFrames, Done]
+    wanted = request(path, window_s=1000, num_frames=2, deadline_s=2)
+    assert [type(event) for event in decoder.decode(wanted)] == [Opened, ClipFrames, Done]
 
 
 def test_signs_of_life_are_few(monkeypatch):
@@ -156,7 +162,7 @@ def test_signs_of_life_are_few(monkeypatch):
 
 
 def test_leaving_early_ends_the_process(decoder, film):
-    events = decoder.decode(DecodeRequest(path=film, window_s=0.2))
+    events = decoder.decode(request(film, window_s=0.2))
     next(events)
     pid = decoder.pid
     events.close()
@@ -166,7 +172,7 @@ def test_leaving_early_ends_the_process(decoder, film):
 
 def test_a_bug_is_not_taken_for_a_bad_file(decoder, film):
     with pytest.raises(DecodeBug) as caught:
-        list(decoder.decode(DecodeRequest(path=film, num_frames="many")))
+        list(decoder.decode(DecodeRequest(path=film, windows=((0.0, "many"),))))
     assert "TypeError" in str(caught.value)
     assert "sampling.py:" in str(caught.value)
     assert "Traceback" in caught.value.report
@@ -176,7 +182,7 @@ def test_a_bug_is_not_taken_for_a_bad_file(decoder, film):
 def test_the_process_ends_with_its_parent(film):
     code = (
         "import os, sys; from qwen_ray.media.isolate import Decoder; from qwen_ray.media.events import DecodeRequest\n"
-        "decoder = Decoder(); events = decoder.decode(DecodeRequest(path=sys.argv[1], window_s=0.2)); next(events)\n"
+        "decoder = Decoder(); events = decoder.decode(DecodeRequest(path=sys.argv[1])); next(events)\n"
         "print(decoder.pid, flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, film]

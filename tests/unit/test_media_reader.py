@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import InputError, TransientError
 from qwen_ray.media.decode import decode_events
 from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Opened
@@ -21,8 +22,9 @@ def media(tmp_path_factory):
 
 def decode(path, **wanted):
     """Frames of a file at most 320x240, sound left aside."""
-    settings = {"window_s": 1000.0, "max_pixels": 320 * 240, "want_audio": False, **wanted}
-    return list(decode_events(DecodeRequest(path=str(path), **settings)))
+    request = {name: wanted.pop(name) for name in ("want_frames", "skip_clips") if name in wanted}
+    how = DecodeConfig(**{"window_s": 1000.0, "max_pixels": 320 * 240, **wanted})
+    return list(decode_events(DecodeRequest(path=str(path), decode=how, **request)))
 
 
 def clips_of(events):
