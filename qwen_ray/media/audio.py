@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 SAMPLE_RATE_HZ = 16_000
 """What Whisper, Qwen3-ASR and Silero take."""
 
+MAX_HOLE_S = 24 * 3600
+"""Longest silence put into a hole: a clock that leaps further is damaged, and a year of silence takes an hour."""
+
 TOLERANCE_S = 0.05
 """Timestamps off by less are rounding (Matroska keeps milliseconds); above, something is missing."""
 
@@ -45,6 +48,8 @@ class AudioReader:
         self._path, self._track, self._beat = path, track, beat
         self.num_errors = 0
         """Packets so far that could not be read or decoded."""
+        self.cut_short: tuple[str, str] | None = None
+        """(error_type, message) where the sound was given up before its end."""
 
     def blocks(self, block_s: float = 120.0) -> Iterator[Samples]:
         """Yield float32 [N] in -1..1, each of `block_s` seconds, the last one shorter.
@@ -68,7 +73,13 @@ class AudioReader:
         """All samples, in small pieces, at most a second of silence each."""
         line = _Line(self._track)
         for frame in self._frames():
-            yield from line.add(frame)
+            for samples in line.add(frame):
+                self._beat()
+                yield samples
+            if line.lost:
+                hole = f"a hole of more than {MAX_HOLE_S // 3600} h after {line.written / SAMPLE_RATE_HZ:.1f} s"
+                self.cut_short = "unreadable", f"{Path(self._path).name}: its sound has {hole}; the rest is left out"
+                break
         yield from line.finish()
         if line.written == 0:
             raise InputError("no_samples", f"{Path(self._path).name}: no sound could be decoded")
@@ -115,10 +126,15 @@ class _Line:
         self._format: tuple[str, str, int] | None = None
         self._surplus = 0  # samples still to be dropped, having been heard before
         self.written = 0
+        self.lost = False
+        """Whether the clock leapt too far ahead to be followed."""
 
     def add(self, frame: AudioFrame) -> Iterator[Samples]:
         """What can be written once `frame` is known."""
         time_s = self._time_s(frame)
+        self.lost = time_s - Fraction(self.written, SAMPLE_RATE_HZ) > MAX_HOLE_S
+        if self.lost:
+            return
         if self._expected_s is None or abs(time_s - self._expected_s) > TOLERANCE_S or self._changes(frame):
             yield from self._drain()
             yield from self._move_to(time_s)

@@ -29,6 +29,10 @@ NO_MEDIA = {"tty", "concat", "hls", "dash", "ffmetadata"}
 HARMLESS = ("mmco: unref short failure", "co located POCs unavailable")
 """What the H.264 decoder logs as errors in sound streams, after a seek or where an encoder was sloppy."""
 
+MOST_TIMES_READ = 16
+"""Times the file's size that its packets may add up to, more than any sound file's: a damaged index points to the same
+bytes without end."""
+
 READ_RETRIES = 16
 """Fruitless reads in a row after which the rest of a damaged file is given up."""
 
@@ -95,10 +99,14 @@ class PacketReader:
 
     def __iter__(self) -> Iterator[Packet[Stream]]:
         """Packets with data in them, in file order; flushing the decoder at the end is the caller's."""
-        fruitless = 0
+        fruitless, left = 0, MOST_TIMES_READ * self._container.size + (1 << 20)
         while fruitless < READ_RETRIES:
             try:
                 for packet in self._container.demux(*self._streams):
+                    left -= packet.size + 1
+                    if left < 0:
+                        self.num_errors += 1
+                        return
                     if packet.size:  # AVI repeats a picture by an empty packet, which a decoder takes for the end
                         fruitless = 0
                         yield packet

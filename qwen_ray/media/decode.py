@@ -83,7 +83,9 @@ def clip_windows(examined: Examined, window_s: float) -> list[Window]:
     info = examined.info
     if not info.has_video:
         return []
-    return fixed_windows(info.video_duration_s, window_s, sliver_s=1 / info.avg_fps if info.avg_fps > 0 else 0.0)
+    last_s = info.video_duration_s - examined.frame_times_s[-1]
+    sliver_s = min(last_s, 1 / info.avg_fps) if info.avg_fps > 0 else 0.0
+    return fixed_windows(examined.frame_times_s, info.video_duration_s, window_s, sliver_s=sliver_s)
 
 
 def _clips(
@@ -169,7 +171,7 @@ def _speech(
         yield from _chunks(request.speech, reader, examined.info.audio_offset_s or 0.0)
     except RowError as error:
         return reader.num_errors, (error.error_type, error.message)
-    return reader.num_errors, None
+    return reader.num_errors, reader.cut_short
 
 
 def _chunks(speech: SpeechConfig, reader: AudioReader, offset_s: float) -> Iterator[SpeechChunk]:

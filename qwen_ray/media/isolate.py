@@ -7,6 +7,7 @@ starting one costs 0.3 s; it is replaced when it failed.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -14,17 +15,26 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import IO, cast
 
+from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import ResourceError, RowError, TransientError
 from qwen_ray.media import wire
 from qwen_ray.media.events import DecodeRequest, Done, Event
 
 FRAME = re.compile(rb'File "(?:[^"]*/)?([^"/]+)", line (\d+),? in (\S+)')
 """A line of faulthandler's report."""
+
+
+NO_MEMORY = (b"MemoryError", b"bad_alloc", b"Cannot allocate memory")
+"""What Python, C++ and the system say where memory is refused."""
+
+SPARED = "900"
+"""Score by which the system's killer takes this process, at most; Ray gives its workers 1000, the decoder's too."""
 
 
 class DecodeBug(RuntimeError):  # noqa: N818 (a bug is not an error that callers are meant to expect)
@@ -42,7 +52,7 @@ class Decoder:
     """A decoding process, started at the first request and kept for the following ones. One request at a time."""
 
     def __init__(self, *, memory_bytes: int = 0) -> None:
-        """Prepare; `memory_bytes` bounds the process's address space, 0 leaves it unbounded."""
+        """Prepare; `memory_bytes` bounds what the process may allocate, 0 leaves it unbounded."""
         self._memory_bytes = memory_bytes
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
@@ -68,8 +78,8 @@ class Decoder:
 
         Raises:
             InputError, TransientError: As `decode_events` does.
-            RowError: `decode_timeout` after `decode.deadline_s` seconds without a sign of life, `decode_crashed` where
-                the process died.
+            RowError: `decode_timeout` after `decode.deadline_s` seconds without a sign of life or
+                `decode.file_deadline_s` of work, `decode_crashed` where the process died.
             ResourceError: `decode_memory` where it ran out of memory.
             DecodeBug: The decoding code failed in a way of its own.
         """
@@ -77,8 +87,9 @@ class Decoder:
         try:
             sock = self._ready()
             self._ask(sock, request)
+            patience = _Patience(request.decode)
             while not finished:
-                event = self._next(sock, request)
+                event = self._next(sock, request, patience)
                 finished = isinstance(event, Done)
                 yield event
         except RowError as error:
@@ -125,6 +136,7 @@ class Decoder:
                 env=_environment(),
             )
         self._socket = ours
+        spare_ourselves()
 
     def _ask(self, sock: socket.socket, request: DecodeRequest) -> None:
         try:
@@ -132,15 +144,14 @@ class Decoder:
         except ConnectionError:
             raise self._death(Path(request.path).name) from None
 
-    def _next(self, sock: socket.socket, request: DecodeRequest) -> Event:
-        """The next event; beats only push the deadline."""
+    def _next(self, sock: socket.socket, request: DecodeRequest, patience: _Patience) -> Event:
+        """The next event; beats push the deadline of one sign of life, not that of the file."""
         name = Path(request.path).name
         while True:
             try:
-                message = wire.receive(sock, request.decode.deadline_s)
+                message = patience.receive(sock)
             except TimeoutError:
-                text = f"{name}: the decoder gave no sign of life for {request.decode.deadline_s:g} s"
-                raise TransientError("decode_timeout", text) from None
+                raise TransientError("decode_timeout", f"{name}: {patience.exceeded()}") from None
             except (EOFError, ConnectionError):
                 raise self._death(name) from None
             if isinstance(message, RowError):
@@ -159,7 +170,9 @@ class Decoder:
         assert self._stderr is not None
         self._stderr.seek(0)
         report = self._stderr.read()
-        if code == -signal.SIGKILL or b"MemoryError" in report:
+        if any(word in report for word in NO_MEMORY):
+            return out_of_memory(name, self._memory_bytes)
+        if code == -signal.SIGKILL:
             text = f"{name}: the decoder was killed (signal 9), most likely because the machine ran out of memory"
             return ResourceError("decode_memory", text)
         if b"Traceback (most recent call last)" in report:
@@ -169,6 +182,46 @@ class Decoder:
             return DecodeBug(text, report.decode(errors="replace"))
         cause = f"signal {-code}" if code < 0 else f"exit code {code}"
         return TransientError("decode_crashed", f"{name}: the decoder died by {cause}{_last_words(report)}")
+
+
+class _Patience:
+    """How long one file's events are waited for; what the taker does between two events does not count."""
+
+    def __init__(self, decode: DecodeConfig) -> None:
+        self._decode, self._left_s = decode, decode.file_deadline_s
+
+    def receive(self, sock: socket.socket) -> object:
+        """The next message. Raises TimeoutError when it or the whole file takes too long, else as `wire.receive`."""
+        began = time.monotonic()
+        try:
+            return wire.receive(sock, min(self._decode.deadline_s, self._left_s))
+        finally:
+            self._left_s -= time.monotonic() - began
+
+    def exceeded(self) -> str:
+        """Which deadline passed, and what to do."""
+        decode = self._decode
+        if self._left_s <= 0:
+            return f"the decoder worked on it for {decode.file_deadline_s:g} s; decode.file_deadline_s allows more"
+        return f"the decoder gave no sign of life for {decode.deadline_s:g} s; decode.deadline_s allows more"
+
+
+def out_of_memory(name: str, memory_bytes: int) -> ResourceError:
+    """The error of a file that takes more memory than it may."""
+    bound = f"the {memory_bytes / 2**30:g} GiB of decode.memory_gb" if memory_bytes else "the machine has"
+    return ResourceError("decode_memory", f"{name}: decoding it takes more memory than {bound}")
+
+
+def spare_ourselves() -> None:
+    """Have the system, where memory runs out, kill the decoding process rather than this one, which holds the rows.
+
+    That process asks for the highest score; Ray gives its workers the same, and lowering one's own is allowed as far
+    as it was when nobody privileged had set it.
+    """
+    score = Path("/proc/self/oom_score_adj")
+    with contextlib.suppress(OSError):
+        if int(score.read_text()) > int(SPARED):
+            score.write_text(SPARED)
 
 
 def _last_words(report: bytes) -> str:

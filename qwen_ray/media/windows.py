@@ -1,21 +1,29 @@
-"""Cutting a video's time into clips of equal length. Pure arithmetic: no file, no decoder."""
+"""Cutting a video's time into clips of equal length. Pure arithmetic: no file, no decoder.
+
+The number of clips follows from the frames there are, never from a duration alone: a damaged header claims years.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 FUZZ_S = 1e-6
 """Times come from ticks of 1/90000 s or coarser through a float; a microsecond is noise."""
 
 
-def fixed_windows(duration_s: float, window_s: float, *, sliver_s: float = 1e-3) -> list[tuple[float, float]]:
-    """Windows of `window_s` seconds that cover [0, duration_s], the last one shorter.
+def fixed_windows(
+    frame_times_s: Sequence[float], duration_s: float, window_s: float, *, sliver_s: float = 1e-3
+) -> list[tuple[float, float]]:
+    """Windows of `window_s` seconds that cover [0, duration_s], the last one shorter, stills longer.
 
     A remainder of at most `sliver_s` (give the time of one frame) joins the window before it: as a clip of its own it
     would show no picture that the window before it has not shown. Starts are multiples of `window_s`, so that they do
-    not depend on the duration.
+    not depend on the duration. Windows in a row in which no frame appears are one, of the same still all along. So
+    there are at most two for each frame.
 
     Args:
+        frame_times_s: When each frame appears, in seconds, ascending from 0.
         duration_s: Seconds of picture; nan, negative or zero (not known) gives one window.
         window_s: Seconds, more than 0.
         sliver_s: Longest remainder in seconds that gets no window of its own.
@@ -26,5 +34,6 @@ def fixed_windows(duration_s: float, window_s: float, *, sliver_s: float = 1e-3)
     if not duration_s > 0:
         return [(0.0, 0.0)]
     count = max(1, math.ceil((duration_s - max(sliver_s, 0.0) - FUZZ_S) / window_s))
-    starts = [i * window_s for i in range(count)]
+    first = {min(int((time_s + FUZZ_S) / window_s), count - 1) for time_s in frame_times_s} | {0}
+    starts = [nth * window_s for nth in sorted(first | {nth + 1 for nth in first if nth + 1 < count})]
     return list(zip(starts, [*starts[1:], duration_s], strict=True))

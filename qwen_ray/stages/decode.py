@@ -59,7 +59,7 @@ class DecodeStage:
 
     def __init__(self, config: JobConfig) -> None:
         self._config = config
-        self._decoder = Decoder()
+        self._decoder = Decoder(memory_bytes=int(config.decode.memory_gb * 2**30))
 
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         """Rows of schema `TODO` in, rows of schema `ROWS` out, one a table."""

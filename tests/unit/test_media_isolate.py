@@ -125,12 +125,47 @@ def test_a_process_that_died_between_files_is_replaced(decoder, film):
 
 
 def test_memory_is_bounded_where_that_is_asked(film):
-    with Decoder(memory_bytes=700 << 20) as decoder:
+    with Decoder(memory_bytes=256 << 20) as decoder:
         assert isinstance(list(decoder.decode(DecodeRequest(path=film)))[-1], Done)
         huge = request(film, min_pixels=90_000_000, max_pixels=100_000_000, num_frames=16)
         with pytest.raises(ResourceError) as caught:
             list(decoder.decode(huge))
         assert caught.value.error_type == "decode_memory"
+        assert "0.25 GiB of decode.memory_gb" in caught.value.message
+
+
+def test_a_file_has_a_deadline_of_its_own_that_signs_of_life_do_not_move(decoder, film):
+    list(decoder.decode(DecodeRequest(path=film)))  # started and warm
+    large = {"min_pixels": 3_500_000, "max_pixels": 4_000_000}
+    events = decoder.decode(request(film, window_s=0.05, **large, deadline_s=60, file_deadline_s=1))
+    seen = []
+    with pytest.raises(RowError) as caught:
+        seen.extend(events)
+    assert caught.value.error_type == "decode_timeout"
+    assert "film.mp4: the decoder worked on it for 1 s; decode.file_deadline_s" in caught.value.message
+    assert len(seen) > 5
+    assert decoder.pid is None
+
+
+def test_the_deadline_of_a_file_leaves_out_what_its_taker_does(decoder, film):
+    list(decoder.decode(DecodeRequest(path=film)))  # started and warm
+    seen = []
+    for event in decoder.decode(request(film, window_s=1.0, file_deadline_s=2.0)):
+        time.sleep(0.3)  # 3 s of the taker's time in all
+        seen.append(event)
+    assert [type(event) for event in seen] == [Opened, *[ClipFrames] * 8, Done]
+
+
+def test_the_system_kills_the_decoder_before_the_one_who_asked(film):
+    code = (
+        "import sys; from pathlib import Path; from qwen_ray.media.isolate import Decoder\n"
+        "from qwen_ray.media.events import DecodeRequest\n"
+        "score = Path('/proc/self/oom_score_adj'); score.write_text('1000')  # as Ray starts its workers\n"
+        "decoder = Decoder(); list(decoder.decode(DecodeRequest(path=sys.argv[1])))\n"
+        "print(score.read_text().strip(), Path(f'/proc/{decoder.pid}/oom_score_adj').read_text().strip())"
+    )
+    told = subprocess.run([sys.executable, "-c", code, film], capture_output=True, text=True, check=True).stdout
+    assert told.split() == ["900", "1000"]
 
 
 def test_memory_stays_flat_over_many_files(decoder, tmp_path):

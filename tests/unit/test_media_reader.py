@@ -116,11 +116,12 @@ def test_clips_that_are_done_are_left_out_and_change_no_other(media):
         assert np.array_equal(clip.frames_THWC, clips_of(every)[clip.index].frames_THWC)
 
 
-def test_a_picture_that_stands_still_is_taken_once_per_clip(media):
+def test_a_picture_that_stands_still_is_one_clip(media):
     asset = media.assets["vfr_gap.mkv"]
     clips = clips_of(decode(asset.path, window_s=3.0, num_frames=3))
-    assert [numbers(clip) for clip in clips[:4]] == [[0, 30, 60, 60], [90, 99], [99, 99], [99, 99]]
-    assert [clip.padded for clip in clips[:4]] == [True, False, True, True]
+    assert [numbers(clip) for clip in clips[:4]] == [[0, 30, 60, 60], [90, 99], [99, 99], [99, 120]]
+    assert [(clip.start_s, clip.end_s) for clip in clips[1:4]] == [(3, 6), (6, 12), (12, 15)]
+    assert [clip.padded for clip in clips[:4]] == [True, False, True, False]
     assert clips[2].num_requested == clips[2].num_decoded == 1
 
 

@@ -9,6 +9,8 @@ import pytest
 from qwen_ray.media.sampling import frame_size, sample
 from qwen_ray.media.windows import fixed_windows
 
+FRAMES_30_S = [number / 30 for number in range(900)]
+
 
 @pytest.mark.parametrize(
     ("duration_s", "window_s", "expected"),
@@ -25,14 +27,23 @@ from qwen_ray.media.windows import fixed_windows
     ],
 )
 def test_windows_cover_the_picture_without_slivers(duration_s, window_s, expected):
-    windows = fixed_windows(duration_s, window_s)
+    windows = fixed_windows(FRAMES_30_S, duration_s, window_s)
     assert [pytest.approx(window) for window in windows] == expected
 
 
 def test_a_remainder_shorter_than_a_frame_joins_the_window_before():
-    assert fixed_windows(12.02, 12.0, sliver_s=1 / 30) == [(0.0, 12.02)]
-    assert fixed_windows(12.04, 12.0, sliver_s=1 / 30) == [(0.0, 12.0), (12.0, 12.04)]
-    assert fixed_windows(0.02, 12.0, sliver_s=1 / 30) == [(0.0, 0.02)]
+    assert fixed_windows(FRAMES_30_S, 12.02, 12.0, sliver_s=1 / 30) == [(0.0, 12.02)]
+    assert fixed_windows(FRAMES_30_S, 12.04, 12.0, sliver_s=1 / 30) == [(0.0, 12.0), (12.0, 12.04)]
+    assert fixed_windows(FRAMES_30_S, 0.02, 12.0, sliver_s=1 / 30) == [(0.0, 0.02)]
+
+
+def test_a_still_is_one_window_however_long():
+    year_s = 3.2e7
+    assert fixed_windows([0.0, 1.0, 13.0], 100.0, 12.0) == [(0.0, 12.0), (12.0, 24.0), (24.0, 100.0)]
+    assert fixed_windows([0.0, 30.0], 31.0, 12.0) == [(0.0, 12.0), (12.0, 24.0), (24.0, 31.0)]
+    windows = fixed_windows([0.0, year_s], year_s + 0.04, 12.0)
+    assert [round(end - start) for start, end in windows] == [12, 31999980, 8]
+    assert fixed_windows([0.0], 1e300, 12.0) == [(0.0, 12.0), (12.0, 1e300)]
 
 
 def test_frames_are_those_on_screen_at_evenly_spaced_times():
