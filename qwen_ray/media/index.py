@@ -195,7 +195,8 @@ class _VideoScan:
         self._untimed = self._to_and_fro = False
         self._shown, self._durations = array("q"), array("q")
         self._seen_key = False
-        self._guessed = 0
+        self._timed = False
+        self._next = 0  # end of the last packet, as far as known
 
     def see(self, packet: Packet[VideoStream]) -> None:
         self._seen_key = self._seen_key or packet.is_keyframe
@@ -214,16 +215,28 @@ class _VideoScan:
             self._decode_first(packet)
 
     def _time(self, packet: Packet[VideoStream]) -> int:
-        """Display time, else decode time, else the sum of the durations so far."""
-        if packet.pts is not None:
-            return packet.pts
-        self._untimed = True
-        if packet.dts is not None:
+        """Display time, else decode time, else where the packets before it end."""
+        if packet.pts is None and packet.dts is not None:
+            self._untimed = True
             return packet.dts
-        guess = self._guessed
         rate = self._stream.average_rate or Fraction(25)
-        self._guessed += packet.duration or round(1 / (rate * self.track.tick_s))
-        return guess
+        duration = packet.duration or round(1 / (rate * self.track.tick_s))
+        if packet.pts is None:
+            guess = self._next
+            self._untimed, self._next = True, guess + duration
+            return guess
+        if not self._timed:
+            self._end_lead_at(packet.pts)
+        self._next = max(self._next, packet.pts + duration)
+        return packet.pts
+
+    def _end_lead_at(self, pts: int) -> None:
+        """Packets without times before the first that has one end where that begins."""
+        self._timed, shift = True, pts - self._next
+        for times in (self._shown, self.track.packet_pts):
+            for k in range(len(times)):
+                times[k] += shift
+        self._next = pts
 
     def _decode_first(self, packet: Packet[VideoStream]) -> None:
         assert self._decoder is not None

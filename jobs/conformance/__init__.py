@@ -1,0 +1,1 @@
+"""Media files with burnt-in ground truth, and what decoders make of them."""
