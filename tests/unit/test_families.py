@@ -36,7 +36,7 @@ def _requests(family):
     requests = []
     for k in range(9):
         size = (2 * (k % 3 + 1), unit * (1 + k % 2), unit * (2 + k % 3), 3)
-        times_s = tuple(round(0.7 * j * (1 + k % 4) + 0.05 * j**2, 3) for j in range(size[0]))
+        times_s = tuple(round(0.7 * j * (1 + k % 4) + 0.005 * j**2, 3) for j in range(size[0]))
         frames_THWC = draw.integers(0, 256, size, dtype=np.uint8)
         requests.append(CaptionRequest(str(k), frames_THWC, times_s, "Describe the video." + " really" * k))
     return requests
@@ -115,6 +115,44 @@ def test_a_text_is_answered_the_same_after_a_video_as_before(family):
     before = engine.submit(text).result()
     engine.submit(_requests(family[0])[2]).result()
     assert engine.submit(text).result() == before
+
+
+def _uneven(name):
+    """Six patches, whose frames lie close together at first."""
+    unit = 28 if name == "qwen2_5_vl" else 32
+    frames_THWC = np.random.default_rng(3).integers(0, 256, (12, unit, 2 * unit, 3), dtype=np.uint8)
+    times_s = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 6.0, 9.0, 15.0, 22.0, 30.0)
+    return CaptionRequest("uneven", frames_THWC, times_s, "Describe the video.")
+
+
+def test_uneven_times_are_told_one_by_one(family):
+    """By definition: patch k lies `tokens_per_second` positions a second behind the first, and text goes on after the
+    largest height or width.
+    """
+    name, folder, engine = family
+    request = _uneven(name)
+    answers = [engine.submit(one) for one in (request, *_requests(name)[:3])]
+    got = answers[0].result().text
+    if name != "qwen2_5_vl":  # its prompt says it in words
+        assert got == _generated(name, folder, [request])[0]
+        return
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa").eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = _inputs(name, tokenizer, request)
+    ids, rate = inputs["input_ids"][0], model.config.vision_config.tokens_per_second
+    pads = (ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")).nonzero()[:, 0].tolist()
+    places = [[k, k, k] for k in range(pads[0])]
+    for patch in range(6):
+        tick = int(request.frame_times_s[2 * patch] * rate)
+        places += [[pads[0] + tick, pads[0], pads[0] + column] for column in range(2)]
+    places += [[pads[0] + 2 + k] * 3 for k in range(len(ids) - pads[-1] - 1)]
+    axes = torch.tensor(places).T[:, None]
+    inputs["position_ids"] = torch.cat([torch.arange(len(ids))[None, None], axes])
+    with torch.inference_mode():
+        tokens = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
+    assert got == tokenizer.decode(tokens[0, len(ids) :], skip_special_tokens=True).strip()
+    even = CaptionRequest("even", request.frames_THWC, tuple(30 / 11 * k for k in range(12)), request.prompt)
+    assert engine.submit(even).result().text != got
 
 
 def test_true_times_reach_the_model(family):

@@ -20,6 +20,7 @@ from qwen_ray.engines.generation import settle
 from qwen_ray.engines.models import Model, read_json
 from qwen_ray.engines.protocol import Caption, CaptionRequest
 from qwen_ray.engines.qwen_vl.family import FAMILIES, VIDEO_PAD, Family
+from qwen_ray.engines.qwen_vl.positions import is_uneven, true_positions
 from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
 from qwen_ray.engines.qwen_vl.sampling import SeededSampling
 from qwen_ray.errors import ResourceError
@@ -109,7 +110,17 @@ class QwenVLEngine:
             "mm_token_type_ids": (ids_BL == self._video_pad_id) * 2,
             **self._videos([prompt.request for prompt in batch if prompt.request.frames_THWC is not None]),
         }
-        return {name: tensor.to(self._device) for name, tensor in inputs.items()}
+        inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
+        uneven = [self._uneven_times(prompt.request) for prompt in batch]
+        return inputs | (true_positions(self._model.model, inputs, uneven) if any(uneven) else {})
+
+    def _uneven_times(self, request: CaptionRequest) -> Sequence[float] | None:
+        """The frames' times, where this family must be told each of them."""
+        times = request.frame_times_s
+        if request.frames_THWC is None or self._family.timestamps:
+            return None
+        rate = float(self._model.config.vision_config.tokens_per_second)
+        return times if is_uneven(times, second_per_grid(times), rate) else None
 
     def _videos(self, requests: Sequence[CaptionRequest]) -> dict[str, torch.Tensor]:
         """Of the requests that have frames; nothing where none has."""
