@@ -12,8 +12,9 @@ from qwen_ray.errors import ConfigError, InputError, RowError
 from qwen_ray.media.audio import AudioReader
 from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
 from qwen_ray.media.info import VideoInfo
+from qwen_ray.media.motion import movement
 from qwen_ray.media.probe import Examined, examine
-from qwen_ray.media.sampling import frame_size, sample
+from qwen_ray.media.sampling import CANDIDATES, at_rate, by_motion, frame_size, key_frames, sample
 from qwen_ray.media.speech import speech_chunks
 from qwen_ray.media.video import FrameReader, Taken
 from qwen_ray.media.windows import fixed_windows
@@ -100,17 +101,35 @@ def _clips(
         for index in todo:
             yield ClipFailed(index, *windows[index], *refused)
         return 0, len(todo)
-    plan = [sample(examined.frame_times_s, *windows[index], request.decode.num_frames) for index in todo]
+    keys = examined.index.video.key_ranks() if examined.index.video is not None else []
+    plan = [_wanted(request.decode, examined.frame_times_s, keys, windows[index]) for index in todo]
     height, width = _target_size(request, examined)
     reader, damaged = FrameReader(examined, plan, height=height, width=width, beat=beat), 0
     try:
         for nth, index in enumerate(todo):
             taken = reader.take(nth)
             damaged += taken.num_repaired + len(plan[nth]) - len(taken.ranks)
-            yield _clip(index, windows[index], taken, len(plan[nth]), examined.frame_times_s)
+            num_requested = len(plan[nth])
+            if request.decode.sampling == "motion" and taken.ranks:
+                taken = taken.only(by_motion(movement(taken.pictures_HWC), request.decode.num_frames))
+                num_requested = min(num_requested, request.decode.num_frames)
+            yield _clip(index, windows[index], taken, num_requested, examined.frame_times_s)
         return reader.num_errors, damaged
     finally:
         reader.close()
+
+
+def _wanted(decode: DecodeConfig, times_s: list[float], keys: list[int], window: Window) -> list[int]:
+    """Which frames of a clip to decode, by rank of display; with `motion`, those to choose from."""
+    match decode.sampling:
+        case "uniform":
+            return sample(times_s, *window, decode.num_frames)
+        case "fps":
+            return at_rate(times_s, *window, decode.fps, decode.num_frames)
+        case "keyframes":
+            return key_frames(times_s, keys, *window, decode.num_frames)
+        case "motion":
+            return sample(times_s, *window, CANDIDATES * decode.num_frames)
 
 
 def _no_picture(examined: Examined) -> tuple[str, str] | None:

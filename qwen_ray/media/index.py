@@ -7,6 +7,7 @@ start is wrong in anything with an edit list. Reading packets costs 1 % of decod
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -107,6 +108,12 @@ class VideoTrack:
     """When the last frame ends."""
     first: FirstPicture | None = None
     """The first picture that decodes."""
+
+    def key_ranks(self) -> list[int]:
+        """Which frames, in order of display, are key frames; ascending."""
+        times = {self.packet_pts[key] for key in self.key_packets}
+        ranks = {bisect_left(self.pts, time): time for time in times}
+        return sorted(rank for rank, time in ranks.items() if rank < len(self.pts) and self.pts[rank] == time)
 
 
 @dataclass(slots=True)

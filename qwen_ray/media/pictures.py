@@ -88,11 +88,12 @@ class PictureDecoder:
         self._key_pts: int | None = None
         self.num_errors = 0
 
-    def skip_unreferenced(self, skip: bool) -> None:
-        """Whether to pass over frames that no other frame needs: in H.264 about half, at no loss to the others."""
-        wanted: Literal["NONREF", "DEFAULT"] = "NONREF" if skip else "DEFAULT"
-        if self._context.skip_frame != wanted:
-            self._context.skip_frame = wanted
+    def skip(self, passed_over: Literal["DEFAULT", "NONREF", "NONKEY"]) -> None:
+        """Which frames need not come out: none, those that no other frame needs (in H.264 about half, at no loss to the
+        others), or all but key frames.
+        """
+        if self._context.skip_frame != passed_over:
+            self._context.skip_frame = passed_over
 
     def decode(self, packet: Packet[VideoStream]) -> list[Decoded]:
         """Frames that are ready after `packet`; none where it is damaged beyond use, which is counted."""

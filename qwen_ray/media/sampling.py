@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
 
 FUZZ_S = 1e-6
 """Frame times reach us through floats; a microsecond never decides which frame is on screen."""
@@ -34,6 +35,100 @@ def sample(pts_s: Sequence[float], start_s: float, end_s: float, num_frames: int
     if shown and shown[0] < 0 and not _begins_inside(pts_s, start_s, end_s):
         return []
     return sorted({max(index, 0) for index in shown})
+
+
+def at_rate(pts_s: Sequence[float], start_s: float, end_s: float, fps: float, num_frames: int) -> list[int]:
+    """Indices of the frames on screen every 1/fps seconds of [start_s, end_s), from its start on.
+
+    Where that would be more than `num_frames`, these are spread over the window as `sample` does.
+
+    Args:
+        pts_s: As for `sample`.
+        start_s: As for `sample`.
+        end_s: As for `sample`.
+        fps: Frames a second.
+        num_frames: Most frames.
+    """
+    count = max(1, math.ceil((end_s - start_s) * fps - FUZZ_S))
+    if count > num_frames:
+        return sample(pts_s, start_s, end_s, num_frames)
+    return sample(pts_s, start_s, start_s + count / fps, count)
+
+
+def key_frames(pts_s: Sequence[float], keys: Sequence[int], start_s: float, end_s: float, num_frames: int) -> list[int]:
+    """Indices of the key frames that appear in [start_s, end_s), at most `num_frames` of them, evenly chosen.
+
+    A window in which none appears gives the one frame on screen at its start.
+
+    Args:
+        pts_s: As for `sample`.
+        keys: Indices of the key frames, ascending.
+        start_s: As for `sample`.
+        end_s: As for `sample`.
+        num_frames: Most frames.
+    """
+    inside = [k for k in keys if start_s - FUZZ_S <= pts_s[k] < end_s - FUZZ_S]
+    if not inside:
+        return sample(pts_s, start_s, end_s, 1)
+    count = min(len(inside), num_frames)
+    return [inside[i * len(inside) // count] for i in range(count)]
+
+
+CANDIDATES = 4
+"""Frames looked at for each frame taken by `by_motion`, so the most by which it can raise the density."""
+
+STILL_SHARE = 0.25
+"""Of the frames, however still the picture: movement too small to measure must not go unseen."""
+
+
+def by_motion(moves: Sequence[float], num_frames: int) -> list[int]:
+    """Which of evenly spaced candidate frames to take, more of them where the picture moves.
+
+    The window is cut into spans with equal shares of movement, one for each pair of frames, since the models take
+    frames in pairs: the pair stands at the span's start and middle. With even movement that is every n-th frame, as
+    `sample` takes them.
+
+    Args:
+        moves: How much the picture changes after each candidate, one less than there are candidates, 0 or more.
+        num_frames: Most frames; even.
+
+    Returns:
+        Ascending indices of candidates without repeats; all where there are no more than `num_frames`.
+    """
+    count = len(moves) + 1
+    if count <= num_frames:
+        return list(range(count))
+    each = [*moves, moves[-1]]  # nothing tells how long the last candidate stays as it is
+    pairs = num_frames // 2
+    each = _capped(each, pairs)
+    mean = sum(each) / count or 1.0
+    weights = [STILL_SHARE * mean + (1 - STILL_SHARE) * move for move in each]
+    ends = list(accumulate(weights, initial=0.0))
+    starts = [_position(ends, k * ends[-1] / pairs) for k in range(pairs)]
+    spots = [spot for a, b in pairwise([*starts, float(count)]) for spot in (a, (a + b) / 2)]
+    return _distinct([math.floor(spot + FUZZ_S) for spot in spots], count)
+
+
+def _capped(moves: list[float], shares: int) -> list[float]:
+    """None above the share of one pair: a cut to another picture is no reason for more than one there."""
+    for _ in range(8):  # lowering one lowers the share; this comes near enough
+        moves = [min(move, sum(moves) / shares) for move in moves]
+    return moves
+
+
+def _position(ends: Sequence[float], mass: float) -> float:
+    """Where, counted in candidates, `mass` of the movement has passed."""
+    k = max(bisect_right(ends, mass) - 1, 0)
+    width = ends[k + 1] - ends[k] if k + 1 < len(ends) else 0.0
+    return k + ((mass - ends[k]) / width if width > 0 else 0.0)
+
+
+def _distinct(indices: list[int], count: int) -> list[int]:
+    """The nearest strictly ascending indices below `count`."""
+    last = -1
+    for k, index in enumerate(indices):
+        last = indices[k] = min(max(index, last + 1), count - len(indices) + k)
+    return indices
 
 
 def _begins_inside(pts_s: Sequence[float], start_s: float, end_s: float) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -50,8 +50,18 @@ class Taken:
     """Which frames, in order of display."""
     pictures_HWC: list[npt.NDArray[np.uint8]]
     """Their pictures."""
-    num_repaired: int
-    """How many of them damaged data went into."""
+    suspect: list[bool]
+    """Whether damaged data went into each."""
+
+    @property
+    def num_repaired(self) -> int:
+        """How many of them damaged data went into."""
+        return sum(self.suspect)
+
+    def only(self, chosen: Sequence[int]) -> Taken:
+        """Some of them, by position."""
+        columns = (self.ranks, self.pictures_HWC, self.suspect)
+        return Taken(*([column[k] for k in chosen] for column in columns))  # type: ignore[arg-type]
 
 
 class FrameReader:
@@ -132,7 +142,7 @@ class FrameReader:
         last = wanted[-1] if wanted else -1
         # the last one may stay on screen into the next clip
         self._ready = {rank: picture for rank, picture in self._ready.items() if rank >= last}
-        return Taken(found, [p.picture_HWC for p in pictures], sum(p.suspect for p in pictures))
+        return Taken(found, [p.picture_HWC for p in pictures], [p.suspect for p in pictures])
 
 
 class _Walk:
@@ -150,6 +160,7 @@ class _Walk:
         self._stream = cast("VideoStream", self._container.streams[self._track.stream_index])
         self._decoder = PictureDecoder(self._stream)
         self._skips = shortcuts
+        self._keys_alone = shortcuts and self._wanted <= set(self._track.key_ranks())
         self._seeks = shortcuts and bool(INDEXED & set(self._container.format.name.split(",")))
         self._rank_of = {} if self._track.by_count else {pts: rank for rank, pts in enumerate(self._track.pts)}
         self._ordinal_of = {pts: n for n, pts in enumerate(self._track.packet_pts)} if self._seeks else {}
@@ -199,7 +210,8 @@ class _Walk:
     def _decode(self, packet: Packet[VideoStream]) -> list[Decoded]:
         if self._skips:
             idle = self._at > 0 and self._rank_of.get(cast(int, packet.pts), -1) not in self._wanted
-            self._decoder.skip_unreferenced(idle)
+            passed_over: Literal["NONREF", "NONKEY"] = "NONKEY" if self._keys_alone else "NONREF"
+            self._decoder.skip(passed_over if idle else "DEFAULT")
             self.took_shortcut = self.took_shortcut or idle
         return self._decoder.decode(packet)
 

@@ -5,8 +5,10 @@ import random
 from fractions import Fraction
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from qwen_ray.media.sampling import frame_size, sample
+from qwen_ray.media.sampling import at_rate, by_motion, frame_size, key_frames, sample
 from qwen_ray.media.windows import fixed_windows
 
 FRAMES_30_S = [number / 30 for number in range(900)]
@@ -126,3 +128,55 @@ def test_extreme_shapes_fit_the_budget(height, width):
     assert out_h % 28 == out_w % 28 == 0
     assert min(out_h, out_w) >= 28
     assert out_h * out_w <= 230_400
+
+
+def test_a_rate_is_kept_until_it_is_too_many_frames():
+    pts = [k / 30 for k in range(360)]
+    assert at_rate(pts, 0.0, 4.0, 2.0, 16) == [0, 15, 30, 45, 60, 75, 90, 105]
+    assert at_rate(pts, 1.0, 1.2, 2.0, 16) == [30]
+    assert at_rate(pts, 0.0, 4.2, 2.0, 16) == [*range(0, 121, 15)]
+    assert at_rate(pts, 0.0, 12.0, 2.0, 8) == sample(pts, 0.0, 12.0, 8)
+
+
+def test_key_frames_of_a_window():
+    pts, keys = [k / 10 for k in range(100)], [0, 7, 25, 50, 60, 70, 80, 90]
+    assert key_frames(pts, keys, 0.0, 3.0, 16) == [0, 7, 25]
+    assert key_frames(pts, keys, 0.7, 2.5, 16) == [7]
+    assert key_frames(pts, keys, 0.0, 10.0, 4) == [0, 25, 60, 80]
+    assert key_frames(pts, keys, 3.0, 5.0, 16) == [30]  # none: what is on screen when it begins
+
+
+def test_even_movement_is_sampled_evenly():
+    for moves in ([0.0] * 63, [3.0] * 63):
+        assert by_motion(moves, 16) == list(range(0, 64, 4))
+
+
+def test_few_candidates_are_all_taken():
+    assert by_motion([], 16) == [0]
+    assert by_motion([1.0, 5.0, 0.0], 4) == [0, 1, 2, 3]
+
+
+def test_frames_go_where_the_movement_is():
+    moves = [0.0] * 21 + [8.0] * 21 + [0.0] * 21
+    taken = by_motion(moves, 16)
+    inside = [k for k in taken if 21 <= k <= 42]
+    assert len(inside) >= 2 * 16 / 3  # twice as dense as even sampling
+    assert min(taken) < 8  # and the rest is still looked at
+    assert max(taken) > 45
+
+
+def test_a_cut_takes_one_pair():
+    calm = [1.0] * 63
+    cut = [*calm[:30], 5000.0, *calm[31:]]
+    taken = by_motion(cut, 16)
+    assert sum(28 <= k <= 34 for k in taken) <= 3
+    assert by_motion(calm, 16)[-1] - taken[-1] < 4
+
+
+@given(st.lists(st.floats(0, 255), min_size=1, max_size=300), st.integers(2, 64))
+def test_chosen_frames_ascend_within_the_budget(moves, num_frames):
+    taken = by_motion(moves, num_frames)
+    assert taken == sorted(set(taken))
+    assert taken[0] >= 0
+    assert taken[-1] <= len(moves)
+    assert len(taken) == min(len(moves) + 1, num_frames if len(moves) < num_frames else num_frames // 2 * 2)
