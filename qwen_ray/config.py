@@ -61,6 +61,8 @@ class DecodeConfig:
     """Most pixels of a frame after resizing."""
     size_multiple: int = 28
     """Height and width are multiples of this: the model's patch size times its spatial merge."""
+    max_repaired: float = 0.5
+    """Largest share of a clip's frames that may be built on damaged data; a clip with more fails."""
     decoder: Literal["auto", "pyav", "ffmpeg", "torchcodec", "decord"] = "auto"
     """What decodes pictures. `auto` is `pyav`, and the `ffmpeg` command for a file that it has no decoder for, where
     there is one; the others are for comparison and must be installed. Rows record which it was.
@@ -98,6 +100,7 @@ class DecodeConfig:
             _check(0 < value < math.inf, f"decode.{name}", value, "more than 0")
         fits = 0 <= self.min_window_s <= self.window_s or self.windows == "fixed"
         _check(fits, "decode.min_window_s", self.min_window_s, f"0 to window_s ({self.window_s:g} s)")
+        _check(0 <= self.max_repaired <= 1, "decode.max_repaired", self.max_repaired, "a share, 0 to 1")
         _check(self.memory_gb >= 0, "decode.memory_gb", self.memory_gb, "0 (no bound) or more")
         _check(self.num_cpus >= 0, "decode.num_cpus", self.num_cpus, "0 or more")
         _check(self.replicas >= 0, "decode.replicas", self.replicas, "0 (automatic) or more")

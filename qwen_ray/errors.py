@@ -16,6 +16,7 @@ RETRYABLE: dict[str, bool] = {
     "no_streams": False,  # a container with neither a picture nor a sound track
     "no_frames": False,  # a video track from which not one frame could be decoded
     "no_samples": False,  # an audio track from which not one sample could be decoded
+    "damaged": False,  # more of a clip's frames than allowed were built on damaged data
     "unsupported_codec": False,  # no decoder for it in this build
     "too_long": False,  # more tokens than the model's context holds
     "no_metadata": False,  # the prompt asks for a value that this video's metadata lacks

@@ -77,6 +77,11 @@ class Asset:
         """Whether nothing is wrong with the file and it has a picture."""
         return self.status == "ok" and bool(self.numbers)
 
+    @property
+    def damaged(self) -> bool:
+        """Whether it has pictures, and not all of them are whole."""
+        return self.status != "ok" and bool(self.numbers)
+
     def shown_s(self) -> list[float]:
         """When each frame is shown."""
         return [float(t) for t in self.times_s] or [k / FPS for k in range(len(self.numbers))]
@@ -711,7 +716,10 @@ def _useless() -> dict[str, Asset]:
 
 def _damaged() -> dict[str, Asset]:
     def partial(what: str, recipe: Recipe, **more: object) -> Asset:
-        return Asset(what=what, recipe=recipe, status="partial", start_offset_s=None, **more)  # type: ignore[arg-type]
+        facts = {"status": "partial", "start_offset_s": None, **more}
+        return Asset(what=what, recipe=recipe, **facts)  # type: ignore[arg-type]
+
+    hopeless = {"status": "failed", "error_type": "damaged"}
 
     return {
         "truncated.mp4": partial(
@@ -730,15 +738,16 @@ def _damaged() -> dict[str, Asset]:
         ),
         "flipped.ts": partial("12 bytes flipped", Edit(edits.flip, ("silent.ts",), (12,)), at_least_right=157),
         "lost_packets.ts": partial(
-            "3 % of the packets lost", Edit(edits.lose_packets, ("silent.ts",), (3,)), at_least_right=27
+            "3 % of the packets lost", Edit(edits.lose_packets, ("silent.ts",), (3,)), at_least_right=27, **hopeless
         ),
         "encrypted.mp4": partial(
             "encrypted, no key",
             copy(
                 "silent.mp4",
                 *("-encryption_scheme", "cenc-aes-ctr", "-encryption_key", "76a6c65c5ea762046bd749a2e632ccbb"),
-                *("-encryption_kid", "a7e61c373e219033c21091fa607bf3b8"),
+                *("-encryption_kid", "a7e61c373e219033c21091fa607bf3b8", "-fflags", "+bitexact"),
             ),
+            **hopeless,
         ),
     }
 

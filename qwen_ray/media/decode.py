@@ -113,7 +113,7 @@ def _clips(
             if request.decode.sampling == "motion" and taken.ranks:
                 taken = taken.only(by_motion(movement(taken.pictures_HWC), request.decode.num_frames))
                 num_requested = min(num_requested, request.decode.num_frames)
-            yield _clip(index, windows[index], taken, num_requested, examined.frame_times_s)
+            yield _clip(request.decode, index, windows[index], taken, num_requested, examined.frame_times_s)
         return reader.num_errors, damaged
     finally:
         reader.close()
@@ -157,11 +157,17 @@ def _target_size(request: DecodeRequest, examined: Examined) -> tuple[int, int]:
 
 
 def _clip(
-    index: int, window: Window, taken: Taken, num_requested: int, frame_times_s: list[float]
+    decode: DecodeConfig, index: int, window: Window, taken: Taken, num_requested: int, frame_times_s: list[float]
 ) -> ClipFrames | ClipFailed:
+    where = f"{window[0]:.1f}-{window[1]:.1f} s"
     if not taken.ranks:
-        message = f"none of the {num_requested} wanted frames of {window[0]:.1f}-{window[1]:.1f} s could be decoded"
+        message = f"none of the {num_requested} wanted frames of {where} could be decoded"
         return ClipFailed(index, *window, "no_frames", message)
+    if taken.num_repaired > decode.max_repaired * len(taken.ranks):
+        found = f"{taken.num_repaired} of {len(taken.ranks)} frames of {where} were built on damaged data"
+        return ClipFailed(
+            index, *window, "damaged", f"{found}; decode.max_repaired={decode.max_repaired:g} allows less"
+        )
     odd = len(taken.ranks) % 2
     pictures = taken.pictures_HWC + taken.pictures_HWC[-1:] * odd
     times = [frame_times_s[rank] for rank in taken.ranks]

@@ -34,7 +34,8 @@ def test_the_row_says_what_is_true(videos, name):
     asset, row = ASSETS[name], videos[name]
     assert (row["status"], row["error_type"]) == (asset.status, asset.error_type)
     if asset.status == "failed":
-        assert row["caption_status"] == row["speech_status"] == "failed"
+        assert row["caption_status"] == "failed"
+    if not asset.size[0] or (asset.status == "failed" and not asset.damaged):
         return
     assert (row["width"], row["height"], row["sar"]) == (*asset.size, asset.sar)
     assert (row["rotation_deg"], row["codec"]) == (asset.rotation_deg, asset.codec)

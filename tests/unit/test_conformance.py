@@ -19,8 +19,8 @@ from qwen_ray.media.events import ClipFrames, DecodeRequest, Done
 from qwen_ray.media.probe import examine
 
 GOOD = [name for name, asset in ASSETS.items() if asset.good]
-DAMAGED = [name for name, asset in ASSETS.items() if asset.status == "partial"]
-USELESS = [name for name, asset in ASSETS.items() if asset.status == "failed"]
+DAMAGED = [name for name, asset in ASSETS.items() if asset.damaged]
+USELESS = [name for name, asset in ASSETS.items() if asset.status == "failed" and not asset.damaged]
 
 
 @pytest.fixture(scope="session")
@@ -117,7 +117,7 @@ def test_the_sound_is_where_it_is_heard(find, name):
 @pytest.mark.parametrize("name", DAMAGED)
 def test_no_wrong_picture_of_a_damaged_file_goes_uncounted(find, name):
     asset = ASSETS[name]
-    _, *clips, done = decode(find(name), window_s=0.5, num_frames=15)
+    _, *clips, done = decode(find(name), window_s=0.5, num_frames=15, max_repaired=1.0)
     assert done.damaged
     truth_s, right = asset.shown_s(), 0
     for clip in (clip for clip in clips if isinstance(clip, ClipFrames)):
@@ -129,6 +129,18 @@ def test_no_wrong_picture_of_a_damaged_file_goes_uncounted(find, name):
         assert fits.count(False) <= clip.num_repaired
         right += fits.count(True) - max(0, clip.num_repaired - fits.count(False))
     assert right >= asset.at_least_right
+
+
+def test_a_clip_of_mostly_damaged_frames_fails(find):
+    for share in (0.0, 0.5, 1.0):
+        _, *clips, _ = decode(find("flipped.ts"), window_s=0.5, num_frames=15, max_repaired=share)
+        every = decode(find("flipped.ts"), window_s=0.5, num_frames=15, max_repaired=1.0)[1:-1]
+        for clip, whole in zip(clips, every, strict=True):
+            if whole.num_repaired <= share * whole.num_decoded:
+                assert clip.num_repaired == whole.num_repaired
+            else:
+                assert clip.error_type == "damaged"
+    assert {clip.num_repaired > 0 for clip in every} == {False, True}
 
 
 @pytest.mark.parametrize("name", USELESS)
