@@ -70,6 +70,7 @@ def plan(job: JobConfig) -> dict[str, Any]:
         "num_todo": len(planned.todo),
         "planned": dict(planned.counts),
         "num_vanished": len(planned.vanished),
+        "max_video_tokens": recipe.config.decode.max_video_tokens,
         "models": {
             name: {"location": model.location, "revision": model.revision, "size_bytes": model.size_bytes}
             for name, model in recipe.models.items()

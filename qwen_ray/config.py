@@ -105,6 +105,13 @@ class DecodeConfig:
         _check(self.num_cpus >= 0, "decode.num_cpus", self.num_cpus, "0 or more")
         _check(self.replicas >= 0, "decode.replicas", self.replicas, "0 (automatic) or more")
 
+    @property
+    def max_video_tokens(self) -> int:
+        """Most tokens that the frames of one clip become, known before anything is decoded: a patch of the merged grid
+        for each pair of frames. Qwen3-VL's timestamps come on top, about ten a pair.
+        """
+        return math.ceil(self.num_frames / 2) * (self.max_pixels // self.size_multiple**2)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CaptionConfig:

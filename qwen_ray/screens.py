@@ -114,6 +114,8 @@ def show_plan(console: Console, planned: Mapping[str, Any]) -> None:
         table.add_row(_REASONS.get(reason, reason.replace("_", " ")), str(count))
     table.add_row("[bold]to do[/bold]", f"[bold]{planned['num_todo']}[/bold]")
     console.print(table)
+    if planned["config"]["caption"] is not None:
+        console.print(f"frames of a clip: at most {planned['max_video_tokens']} tokens", highlight=False)
 
 
 def show_report(console: Console, report: RunReport) -> None:

@@ -86,6 +86,25 @@ def check(model: models.Model, config: JobConfig) -> None:
             f"decode.size_multiple = {config.decode.size_multiple}: the patches of {config.caption.model!r} "
             f"need {multiple}"
         )
+    _check_context(model, config)
+
+
+def _check_context(model: models.Model, config: JobConfig) -> None:
+    """Raise ConfigError where a clip's frames may take more tokens than the model's context holds."""
+    assert config.caption is not None
+    stated = models.read_json(model, "config.json") or {}
+    text = stated.get("text_config") or stated
+    context, video, new = (
+        text.get("max_position_embeddings"),
+        config.decode.max_video_tokens,
+        config.caption.max_new_tokens,
+    )
+    if context is not None and video + new > context:
+        raise ConfigError(
+            f"decode.num_frames = {config.decode.num_frames}, decode.max_pixels = {config.decode.max_pixels}: a clip "
+            f"may become {video} tokens; with caption.max_new_tokens = {new} that is more than the {context} of "
+            f"{config.caption.model!r}; lower one of them"
+        )
 
 
 def _check_form(speech: SpeechConfig, model: models.Model) -> None:

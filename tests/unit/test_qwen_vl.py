@@ -154,6 +154,14 @@ def test_a_model_that_is_not_there_is_refused_before_anything_starts(tmp_path):
         build.check(resolve(TINY.model), set_paths(preset("tiny"), ["decode.size_multiple=32"]))
 
 
+def test_more_frames_than_the_context_holds_are_refused_before_anything_is_decoded():
+    fits = set_paths(preset("tiny"), ["decode.num_frames=17", "decode.max_pixels=78400", "decode.sampling=motion"])
+    assert fits.decode.max_video_tokens == 9 * 100
+    build.check(resolve(TINY.model), fits)
+    with pytest.raises(ConfigError, match=r"may become 10000 tokens.* more than the 8192"):
+        build.check(resolve(TINY.model), set_paths(fits, ["decode.num_frames=200"]))
+
+
 def test_the_revision_of_a_folder_is_its_content(tmp_path):
     original = resolve("builtin:tiny-qwen2.5-vl")
     copy = tmp_path / "copy"
