@@ -33,7 +33,7 @@ SAMPLE_RATE_HZ = 16_000
 """What Whisper, Qwen3-ASR and Silero take."""
 
 MAX_HOLE_S = 24 * 3600
-"""Longest silence put into a hole: a clock that leaps further is damaged, and a year of silence takes an hour."""
+"""Most silence put into the holes of a track: a clock that leaps further is damaged, and a year of it takes an hour."""
 
 TOLERANCE_S = 0.05
 """Timestamps off by less are rounding (Matroska keeps milliseconds); above, something is missing."""
@@ -77,8 +77,8 @@ class AudioReader:
                 self._beat()
                 yield samples
             if line.lost:
-                hole = f"a hole of more than {MAX_HOLE_S // 3600} h after {line.written / SAMPLE_RATE_HZ:.1f} s"
-                self.cut_short = "unreadable", f"{Path(self._path).name}: its sound has {hole}; the rest is left out"
+                where = f"holes of more than {MAX_HOLE_S // 3600} h after {line.written / SAMPLE_RATE_HZ:.1f} s"
+                self.cut_short = "unreadable", f"{Path(self._path).name}: its sound has {where}; the rest is left out"
                 break
         yield from line.finish()
         if line.written == 0:
@@ -125,6 +125,7 @@ class _Line:
         self._resampler: AudioResampler | None = None
         self._format: tuple[str, str, int] | None = None
         self._surplus = 0  # samples still to be dropped, having been heard before
+        self._silence_s = Fraction(0)
         self.written = 0
         self.lost = False
         """Whether the clock leapt too far ahead to be followed."""
@@ -132,7 +133,7 @@ class _Line:
     def add(self, frame: AudioFrame) -> Iterator[Samples]:
         """What can be written once `frame` is known."""
         time_s = self._time_s(frame)
-        self.lost = time_s - Fraction(self.written, SAMPLE_RATE_HZ) > MAX_HOLE_S
+        self.lost = self._silence_s + time_s - Fraction(self.written, SAMPLE_RATE_HZ) > MAX_HOLE_S
         if self.lost:
             return
         if self._expected_s is None or abs(time_s - self._expected_s) > TOLERANCE_S or self._changes(frame):
@@ -176,6 +177,7 @@ class _Line:
     def _move_to(self, time_s: Fraction) -> Iterator[Samples]:
         missing = round(time_s * SAMPLE_RATE_HZ) - self.written
         self._surplus = max(-missing, 0)
+        self._silence_s += Fraction(max(missing, 0), SAMPLE_RATE_HZ)
         while missing > 0:
             silence = np.zeros(min(missing, SAMPLE_RATE_HZ), np.float32)
             missing -= len(silence)

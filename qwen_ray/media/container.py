@@ -116,6 +116,8 @@ class PacketReader:
             except av.error.FFmpegError:
                 self.num_errors += 1
                 fruitless += 1
+            except IndexError:  # PyAV at the end of a file in which streams turned up late: it reads past its own list
+                fruitless += 1
 
 
 @contextmanager

@@ -61,6 +61,15 @@ class DecodeStage:
         self._config = config
         self._decoder = Decoder(memory_bytes=int(config.decode.memory_gb * 2**30))
 
+    @property
+    def decoder_pid(self) -> int | None:
+        """Id of the decoding process; None while there is none."""
+        return self._decoder.pid
+
+    def close(self) -> None:
+        """End the decoding process; the next table starts another."""
+        self._decoder.close()
+
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         """Rows of schema `TODO` in, rows of schema `ROWS` out, one a table."""
         for todo in table.to_pylist():

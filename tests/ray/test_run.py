@@ -13,6 +13,8 @@ import pandas
 import pytest
 
 import qwen_ray
+from jobs.conformance import bases
+from jobs.conformance.fuzz import through_ray
 from qwen_ray.api import SAMPLES
 from qwen_ray.errors import LeaseHeldError
 from qwen_ray.io.storage import canonical_uri, file_name
@@ -85,6 +87,12 @@ def test_a_folder_of_everything_gives_one_row_each(ray_address, mixed_folder, tm
     assert (report.videos, report.errors["empty_file"]) == ({"ok": 5, "failed": 2}, 1)
     _check_mixed(rows(job.output, "videos"))
     assert qwen_ray.verify(job.output) == []
+
+
+def test_damaged_files_each_give_one_row(ray_address, tmp_path):
+    totals = through_ray(bases.render(tmp_path), 0, range(60))
+    assert (totals.files, totals.rows, totals.inputs, totals.problems) == (60, 60, 60, [])
+    assert {status for status, _ in totals.outcomes} == {"ok", "partial", "failed"}
 
 
 def test_other_tools_read_the_tables_by_glob(ray_address, mixed_folder, tmp_path):
