@@ -215,7 +215,7 @@ class RayTotals:
     """What `verify` found."""
 
 
-def through_ray(sound: Mapping[str, bytes], seed: int, numbers: range, address: str = "") -> RayTotals:
+def through_ray(sound: Mapping[str, bytes], seed: int, numbers: range) -> RayTotals:
     """The files as folders through `qwen_ray.run`, with engines that answer at once."""
     totals = RayTotals()
     for at in range(0, len(numbers), 20 * BATCH):
@@ -226,7 +226,7 @@ def through_ray(sound: Mapping[str, bytes], seed: int, numbers: range, address: 
                 made = mutant(sound, seed, number)
                 (source / made.name).write_bytes(made.data)
                 totals.files += 1
-            job = replace(CONFIG, input=str(source), output=str(Path(scratch) / "out"), address=address)
+            job = replace(CONFIG, input=str(source), output=str(Path(scratch) / "out"))
             qwen_ray.run(job)
             totals.problems += [str(problem) for problem in qwen_ray.verify(job.output)]
             _count_rows(job.output, totals)
