@@ -51,20 +51,33 @@ class Structure:
 
 
 def structure(data: bytes) -> Structure:
-    """What `data` consists of, by its first bytes; blocks of 64 bytes where the format is none of those known."""
+    """What `data` consists of, by its first bytes; blocks where it is of no known format, or too damaged to tell."""
+    found = _known(data)
+    return found if found is not None and found.elements else _blocks(data)
+
+
+def _known(data: bytes) -> Structure | None:
     if data[4:8] in (b"ftyp", b"wide", b"moov", b"mdat"):
         return Structure(list(_mp4(data, 0, len(data), ())), lambda _, size, width: _big(size, width))
     if data[:4] == b"\x1aE\xdf\xa3":
-        pack = lambda e, size, width: _big((1 << 7 * width) | (size - (e.body - e.start)), width)  # noqa: E731
-        return Structure(list(_matroska(data, 0, len(data), ())), pack)
+        return Structure(list(_matroska(data, 0, len(data), ())), _vint)
     if data[:4] == b"RIFF":
-        pack = lambda _, size, width: _big(size - 8, width)[::-1]  # noqa: E731
-        return Structure(list(_riff(data, 0, len(data), ())), pack)
+        return Structure(list(_riff(data, 0, len(data), ())), lambda _, size, width: _big(size - 8, width)[::-1])
     if data[:3] == b"FLV":
         return Structure(list(_flv(data)), lambda _, size, width: _big(size - 15, width))
+    return None
+
+
+def _blocks(data: bytes) -> Structure:
+    """Packets of MPEG-TS, or blocks of 64 bytes."""
     step = 188 if data[:1] == b"G" else 64
     blocks = [Element(at, at, min(at + step, len(data))) for at in range(0, len(data), step)]
     return Structure(blocks, lambda _, size, width: _big(size, width))
+
+
+def _vint(element: Element, size: int, width: int) -> bytes:
+    """Matroska's size of an element's body, whose length stands before it in unary."""
+    return _big((1 << 7 * width) | (size - (element.body - element.start)), width)
 
 
 def _big(value: int, width: int) -> bytes:
