@@ -81,7 +81,8 @@ class AudioReader:
                 self.cut_short = "unreadable", f"{Path(self._path).name}: its sound has {where}; the rest is left out"
                 break
         yield from line.finish()
-        if line.written == 0:
+        self.num_errors += line.num_errors
+        if not line.heard:
             raise InputError("no_samples", f"{Path(self._path).name}: no sound could be decoded")
 
     def _frames(self) -> Iterator[AudioFrame]:
@@ -126,7 +127,11 @@ class _Line:
         self._format: tuple[str, str, int] | None = None
         self._surplus = 0  # samples still to be dropped, having been heard before
         self._silence_s = Fraction(0)
+        self.num_errors = 0
+        """Frames that decoded and could not be used."""
         self.written = 0
+        self.heard = False
+        """Whether any sound came, and not only the silence of holes."""
         self.lost = False
         """Whether the clock leapt too far ahead to be followed."""
 
@@ -136,15 +141,14 @@ class _Line:
         self.lost = self._silence_s + time_s - Fraction(self.written, SAMPLE_RATE_HZ) > MAX_HOLE_S
         if self.lost:
             return
-        if self._expected_s is None or abs(time_s - self._expected_s) > TOLERANCE_S or self._changes(frame):
+        if not self._goes_on(frame, time_s):
             yield from self._drain()
             yield from self._move_to(time_s)
             self._begin(frame)
-        else:
+        elif self._expected_s is not None:
             time_s = self._expected_s
-        assert self._resampler is not None
-        yield from self._write(self._resampler.resample(frame))
-        self._expected_s = time_s + Fraction(frame.samples, frame.sample_rate)
+        yield from self._write(self._resample(frame))
+        self._expected_s = time_s + Fraction(frame.samples, frame.sample_rate) if self._resampler is not None else None
 
     def finish(self) -> Iterator[Samples]:
         """What the resampler still holds."""
@@ -162,8 +166,12 @@ class _Line:
             return self._expected_s
         return time_s
 
-    def _changes(self, frame: AudioFrame) -> bool:
-        return self._format != (frame.format.name, frame.layout.name, frame.sample_rate)
+    def _goes_on(self, frame: AudioFrame, time_s: Fraction) -> bool:
+        """Whether a frame follows the one before it, in time and in format."""
+        if self._resampler is None or self._expected_s is None:
+            return False
+        same = self._format == (frame.format.name, frame.layout.name, frame.sample_rate)
+        return same and abs(time_s - self._expected_s) <= TOLERANCE_S
 
     def _begin(self, frame: AudioFrame) -> None:
         self._format = (frame.format.name, frame.layout.name, frame.sample_rate)
@@ -171,8 +179,20 @@ class _Line:
 
     def _drain(self) -> Iterator[Samples]:
         if self._resampler is not None:
-            yield from self._write(self._resampler.resample(None))
+            yield from self._write(self._resample(None))
         self._resampler = None
+
+    def _resample(self, frame: AudioFrame | None) -> list[AudioFrame]:
+        """What comes of a frame; nothing of one that cannot be mixed down, such as one of 46 channels."""
+        assert self._resampler is not None
+        try:
+            return self._resampler.resample(frame)
+        except MemoryError:
+            raise
+        except av.error.FFmpegError:
+            self.num_errors += 1
+            self._resampler = None
+            return []
 
     def _move_to(self, time_s: Fraction) -> Iterator[Samples]:
         missing = round(time_s * SAMPLE_RATE_HZ) - self.written
@@ -189,6 +209,7 @@ class _Line:
             samples = cast(Samples, frame.to_ndarray()).reshape(-1)
             dropped = min(self._surplus, len(samples))
             self._surplus -= dropped
+            self.heard = self.heard or len(samples) > 0
             if dropped < len(samples):
                 self.written += len(samples) - dropped
                 yield samples[dropped:]

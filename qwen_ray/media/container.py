@@ -29,6 +29,9 @@ NO_MEDIA = {"tty", "concat", "hls", "dash", "ffmetadata"}
 HARMLESS = ("mmco: unref short failure", "co located POCs unavailable")
 """What the H.264 decoder logs as errors in sound streams, after a seek or where an encoder was sloppy."""
 
+SMALL_BYTES = 64 << 20
+"""A file up to this size whose index takes more memory than there is lies: an honest one takes a few times as much."""
+
 MOST_TIMES_READ = 16
 """Times the file's size that its packets may add up to, more than any sound file's: a damaged index points to the same
 bytes without end."""
@@ -56,7 +59,9 @@ def open_input(path: str) -> InputContainer:
         opened = av.open("file:" + path, metadata_errors="ignore", options={"protocol_whitelist": "file"})
         container = cast("InputContainer", opened)
     except MemoryError:
-        raise
+        if size_bytes > SMALL_BYTES:
+            raise
+        raise InputError("unreadable", f"{name}: its header asks for more memory than its content can fill") from None
     except (av.error.PermissionError, av.error.FileNotFoundError) as error:
         raise TransientError("storage", f"{name}: {error.strerror}") from None
     except av.error.FFmpegError as error:

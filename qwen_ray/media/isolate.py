@@ -215,8 +215,7 @@ def out_of_memory(name: str, memory_bytes: int) -> ResourceError:
 def spare_ourselves() -> None:
     """Have the system, where memory runs out, kill the decoding process rather than this one, which holds the rows.
 
-    That process asks for the highest score; Ray gives its workers the same, and lowering one's own is allowed as far
-    as it was when nobody privileged had set it.
+    That process asks for the highest score. Ray gives its workers the same; one may take back what was added to it.
     """
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):

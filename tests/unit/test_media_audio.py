@@ -1,5 +1,6 @@
 """Sound arrives at its true times, speech is found where it is, and nothing is found where there is none."""
 
+import wave
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -160,6 +161,18 @@ def test_a_track_of_which_nothing_decodes_says_so(tmp_path):
     with pytest.raises(InputError) as caught:
         list(nothing.blocks())
     assert caught.value.error_type == "no_samples"
+
+
+def test_sound_of_more_channels_than_can_be_mixed_says_so(tmp_path):
+    path = tmp_path / "many.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(46)
+        file.setsampwidth(2)
+        file.setframerate(22050)
+        file.writeframes(bytes(46 * 2 * 4096))
+    *_, done = decode_events(DecodeRequest(path=str(path), speech=SpeechConfig()))
+    assert done.audio_error[0] == "no_samples"
+    assert done.num_errors_audio >= 1
 
 
 def test_a_film_whose_sound_fails_still_gives_its_clips(picture, tmp_path):

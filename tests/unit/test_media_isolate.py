@@ -143,7 +143,7 @@ def test_a_file_has_a_deadline_of_its_own_that_signs_of_life_do_not_move(decoder
         seen.extend(events)
     assert caught.value.error_type == "decode_timeout"
     assert "film.mp4: the decoder worked on it for 1 s; decode.file_deadline_s" in caught.value.message
-    assert len(seen) > 5
+    assert len(seen) >= 2  # signs of life, as beats are
     assert decoder.pid is None
 
 
