@@ -32,6 +32,7 @@ from qwen_ray.io.lease import Lease
 from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
 from qwen_ray.io.source import Listing, list_sources, look_up
 from qwen_ray.io.storage import Storage, open_storage
+from qwen_ray.media.decoders import check_installed
 from qwen_ray.pools import Cluster, plan_pools
 from qwen_ray.records import Finished, Identity
 from qwen_ray.report import RunFolder, RunReport
@@ -107,6 +108,7 @@ def prepare(config: JobConfig, failed_in: Storage | None = None) -> Recipe:
     """
     if not config.input or not config.output:
         raise ConfigError("input and output: both are needed, such as: qwen-ray run ./videos ./out --preset tiny")
+    check_installed(config.decode)
     components = {"caption": config.caption, "speech": config.speech}
     models = {name: build.resolve(part, config) for name, part in components.items() if part is not None}
     if config.caption is not None:

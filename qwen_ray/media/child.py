@@ -12,6 +12,7 @@ import gc
 import os
 import resource
 import select
+import signal
 import socket
 import sys
 import threading
@@ -96,6 +97,8 @@ def _end_with_parent(fd: int) -> None:
     poller = select.poll()
     poller.register(fd, select.POLLRDHUP)
     poller.poll()
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)  # with an ffmpeg that it may have started
     os._exit(0)
 
 

@@ -10,14 +10,16 @@ import numpy as np
 from qwen_ray.config import DecodeConfig, SpeechConfig
 from qwen_ray.errors import ConfigError, InputError, RowError
 from qwen_ray.media.audio import AudioReader
+from qwen_ray.media.decoders import Name, choose, open_reader
 from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
 from qwen_ray.media.info import VideoInfo
 from qwen_ray.media.motion import movement
-from qwen_ray.media.probe import Examined, examine
+from qwen_ray.media.probe import Examined, check_usable, examine, seen_by_ffmpeg
 from qwen_ray.media.sampling import CANDIDATES, at_rate, by_motion, frame_size, key_frames, sample
+from qwen_ray.media.shots import cut_times_s
 from qwen_ray.media.speech import speech_chunks
-from qwen_ray.media.video import FrameReader, Taken
-from qwen_ray.media.windows import fixed_windows
+from qwen_ray.media.video import Taken
+from qwen_ray.media.windows import fixed_windows, shot_windows
 
 Window = tuple[float, float]
 
@@ -64,33 +66,38 @@ def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: Non
         TransientError: `not_found` or `storage`.
     """
     examined = examine(request.path, beat)
-    windows = _windows(request, examined) if request.want_frames else []
-    yield Opened(examined.info, windows)
-    video_errors, damaged_frames = yield from _clips(request, examined, windows, beat)
+    decoder = choose(request.decode, examined)
+    if decoder == "ffmpeg":
+        examined = seen_by_ffmpeg(examined)
+    check_usable(examined)
+    windows = _windows(request, examined, beat) if request.want_frames else []
+    yield Opened(examined.info, windows, decoder)
+    video_errors, damaged_frames = yield from _clips(request, decoder, examined, windows, beat)
     audio_errors, audio_error = yield from _speech(request, examined, beat)
     errors = video_errors + audio_errors + examined.index.num_errors
     damaged = bool(errors or damaged_frames or audio_error or examined.index.cut)
     yield Done(video_errors + examined.index.num_errors, audio_errors, audio_error, damaged)
 
 
-def _windows(request: DecodeRequest, examined: Examined) -> list[Window]:
-    if request.windows and examined.info.has_video:
-        return list(request.windows)
-    return clip_windows(examined, request.decode.window_s)
-
-
-def clip_windows(examined: Examined, window_s: float) -> list[Window]:
-    """The clips of a file: windows over the time of its picture; a last one shorter than a frame is not made."""
-    info = examined.info
+def _windows(request: DecodeRequest, examined: Examined, beat: Callable[[], None]) -> list[Window]:
+    """The clips of a file: shots, or windows over the time of its picture, none shorter than a frame."""
+    info, decode = examined.info, request.decode
     if not info.has_video:
         return []
+    if request.windows:
+        return list(request.windows)
+    if decode.windows == "shots" and info.codec:
+        cuts_s, shortest_s = cut_times_s(examined, beat), decode.min_window_s
+        return shot_windows(
+            examined.frame_times_s, cuts_s, info.video_duration_s, longest_s=decode.window_s, shortest_s=shortest_s
+        )
     last_s = info.video_duration_s - examined.frame_times_s[-1]
     sliver_s = min(last_s, 1 / info.avg_fps) if info.avg_fps > 0 else 0.0
-    return fixed_windows(examined.frame_times_s, info.video_duration_s, window_s, sliver_s=sliver_s)
+    return fixed_windows(examined.frame_times_s, info.video_duration_s, decode.window_s, sliver_s=sliver_s)
 
 
 def _clips(
-    request: DecodeRequest, examined: Examined, windows: list[Window], beat: Callable[[], None]
+    request: DecodeRequest, decoder: Name, examined: Examined, windows: list[Window], beat: Callable[[], None]
 ) -> Generator[Event, None, tuple[int, int]]:
     """Yield the clips; returns how many errors there were, and how many frames were damaged or lost."""
     todo = [index for index in range(len(windows)) if index not in request.skip_clips]
@@ -104,7 +111,7 @@ def _clips(
     keys = examined.index.video.key_ranks() if examined.index.video is not None else []
     plan = [_wanted(request.decode, examined.frame_times_s, keys, windows[index]) for index in todo]
     height, width = _target_size(request, examined)
-    reader, damaged = FrameReader(examined, plan, height=height, width=width, beat=beat), 0
+    reader, damaged = open_reader(decoder, examined, plan, height=height, width=width, beat=beat), 0
     try:
         for nth, index in enumerate(todo):
             taken = reader.take(nth)
@@ -113,7 +120,7 @@ def _clips(
             if request.decode.sampling == "motion" and taken.ranks:
                 taken = taken.only(by_motion(movement(taken.pictures_HWC), request.decode.num_frames))
                 num_requested = min(num_requested, request.decode.num_frames)
-            yield _clip(request.decode, index, windows[index], taken, num_requested, examined.frame_times_s)
+            yield _clip(request.decode, decoder, index, windows[index], taken, num_requested, examined.frame_times_s)
         return reader.num_errors, damaged
     finally:
         reader.close()
@@ -137,7 +144,7 @@ def _no_picture(examined: Examined) -> tuple[str, str] | None:
     video = examined.index.video
     assert video is not None
     name = Path(examined.path).name
-    if not examined.info.codec:
+    if video.first is None and not examined.info.codec:
         return "unsupported_codec", f"{name}: there is no decoder for its picture"
     if video.first is None:
         return "no_frames", f"{name}: not one frame of its picture could be decoded"
@@ -157,7 +164,13 @@ def _target_size(request: DecodeRequest, examined: Examined) -> tuple[int, int]:
 
 
 def _clip(
-    decode: DecodeConfig, index: int, window: Window, taken: Taken, num_requested: int, frame_times_s: list[float]
+    decode: DecodeConfig,
+    decoder: Name,
+    index: int,
+    window: Window,
+    taken: Taken,
+    num_requested: int,
+    frame_times_s: list[float],
 ) -> ClipFrames | ClipFailed:
     where = f"{window[0]:.1f}-{window[1]:.1f} s"
     if not taken.ranks:
@@ -181,6 +194,7 @@ def _clip(
         num_decoded=len(taken.ranks),
         num_repaired=taken.num_repaired,
         padded=bool(odd),
+        decoder=decoder,
     )
 
 

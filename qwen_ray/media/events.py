@@ -41,6 +41,8 @@ class Opened:
     """Facts of the file."""
     windows: list[tuple[float, float]]
     """(start_s, end_s) of every clip, skipped ones too; empty without video or where no frames are wanted."""
+    decoder: str
+    """What decodes its picture: a name of `decoders.Name`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,8 @@ class ClipFrames:
     """Of these, how many the decoder built on damaged data: they may show errors or an older moment."""
     padded: bool
     """Whether the last frame stands twice to make T even."""
+    decoder: str
+    """What decoded them."""
 
 
 @dataclass(frozen=True, slots=True)

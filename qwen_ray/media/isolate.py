@@ -102,12 +102,18 @@ class Decoder:
     def close(self) -> None:
         """End the process; the next request starts another. Safe to call twice."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            self._kill()
         for resource in (self._socket, self._stderr):
             if resource is not None:
                 resource.close()
         self._process = self._socket = self._stderr = None
+
+    def _kill(self) -> int:
+        """End the process and those that it started; returns its exit code."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     def _ready(self) -> socket.socket:
         """The socket to a living process, with its log emptied."""
@@ -134,6 +140,7 @@ class Decoder:
                 stderr=self._stderr,
                 pass_fds=[theirs.fileno()],
                 env=_environment(),
+                process_group=0,
             )
         self._socket = ours
         spare_ourselves()
@@ -165,8 +172,7 @@ class Decoder:
         try:
             code = self._process.wait(timeout=5)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            code = self._process.wait()
+            code = self._kill()
         assert self._stderr is not None
         self._stderr.seek(0)
         report = self._stderr.read()

@@ -175,10 +175,22 @@ class Painter:
         return np.ascontiguousarray(turn.apply(cast("npt.NDArray[np.uint8]", rgb.to_ndarray())))
 
 
+def thumbnail(frame: VideoFrame, height: int, width: int) -> npt.NDArray[np.uint8]:
+    """A quick small picture as uint8 [height, width, 3] in blue, green, red, as stored: good for comparing frames."""
+    small = _THUMBNAILS.reformat(frame, width=width, height=height, format="bgr24", interpolation=Interpolation.AREA)
+    return cast("npt.NDArray[np.uint8]", small.to_ndarray())
+
+
+_THUMBNAILS = VideoReformatter()
+
+
 def _matrix(frame: VideoFrame) -> int | None:
     """The matrix of a frame that names none, as players assume: BT.709 from 720p up, BT.601 below; else its own."""
     if frame.colorspace not in (UNSPECIFIED, RESERVED, RGB):
         return None
-    if frame.height > 576 or frame.width >= 1280:
-        return int(Colorspace.ITU709)
-    return int(Colorspace.ITU601)
+    return int(Colorspace.ITU709 if is_large(frame.height, frame.width) else Colorspace.ITU601)
+
+
+def is_large(height: int, width: int) -> bool:
+    """Whether a picture that does not say is taken for BT.709."""
+    return height > 576 or width >= 1280

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -46,14 +46,17 @@ def probe(path: str) -> VideoInfo:
         InputError: `empty_file`, `unreadable`, `no_streams`, or `unsupported_codec` where no track can be decoded.
         TransientError: `not_found` or `storage`.
     """
-    return examine(path).info
+    examined = examine(path)
+    check_usable(examined)
+    return examined.info
 
 
 def examine(path: str, beat: Callable[[], None] = lambda: None) -> Examined:
     """Open the file, read every packet of its selected tracks, close it. Raises as `probe` does."""
     with open_input(path) as container:
         index = build(container, beat)
-        _check_usable(container, index, Path(path).name)
+        if index.video is None and index.audio is None:
+            raise InputError("no_streams", f"{Path(path).name}: has neither a picture nor a sound track")
         if index.video is not None and not index.video.pts:
             index.video = None
         if index.audio is not None and not index.audio.num_packets:
@@ -65,12 +68,24 @@ def examine(path: str, beat: Callable[[], None] = lambda: None) -> Examined:
         return Examined(path, _info(container, index, zero_s), index, _times_s(video) if video is not None else [])
 
 
-def _check_usable(container: InputContainer, index: Index, name: str) -> None:
-    tracks = [track for track in (index.video, index.audio) if track is not None]
-    if not tracks:
-        raise InputError("no_streams", f"{name}: has neither a picture nor a sound track")
-    if all(container.streams[track.stream_index].codec_context is None for track in tracks):
-        raise InputError("unsupported_codec", f"{name}: there is no decoder for its tracks")
+def check_usable(examined: Examined) -> None:
+    """Raise InputError, `unsupported_codec`, where there is no decoder for any of the selected tracks."""
+    selected = [track for track in examined.info.tracks if track["selected"]]
+    seen = examined.index.video is not None and examined.index.video.first is not None
+    if not seen and not any(track["codec"] for track in selected):
+        raise InputError("unsupported_codec", f"{Path(examined.path).name}: there is no decoder for its tracks")
+
+
+def seen_by_ffmpeg(examined: Examined) -> Examined:
+    """With what the ffmpeg command says of the picture, where PyAV could not say it; otherwise as it is."""
+    from qwen_ray.media.command import first_picture
+
+    video = examined.index.video
+    if video is None or video.first is not None:
+        return examined
+    video.first, sar = first_picture(examined)
+    first, aspect = video.first, f"{sar.numerator}:{sar.denominator}"
+    return replace(examined, info=replace(examined.info, height=first.height, width=first.width, sar=aspect))
 
 
 def _times_s(video: VideoTrack) -> list[float]:

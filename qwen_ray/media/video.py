@@ -25,6 +25,7 @@ from qwen_ray.media.probe import Examined
 if TYPE_CHECKING:
     from av.packet import Packet
     from av.stream import Stream
+    from av.video.frame import VideoFrame
     from av.video.stream import VideoStream
 
 SEEK_PACKETS = 12
@@ -143,6 +144,16 @@ class FrameReader:
         # the last one may stay on screen into the next clip
         self._ready = {rank: picture for rank, picture in self._ready.items() if rank >= last}
         return Taken(found, [p.picture_HWC for p in pictures], [p.suspect for p in pictures])
+
+
+def every_frame(examined: Examined, beat: Callable[[], None]) -> Iterator[tuple[int, VideoFrame]]:
+    """(rank of display, frame) of all frames that decode, in order, in one pass."""
+    walk = _Walk(examined, [], shortcuts=False, beat=beat)
+    try:
+        for rank, decoded in walk.frames():
+            yield rank, decoded.frame
+    finally:
+        walk.close()
 
 
 class _Walk:

@@ -22,8 +22,6 @@ from qwen_ray.media.isolate import DecodeBug, Decoder
 from qwen_ray.schema import span_id
 from qwen_ray.stages.rows import Row
 
-DECODER = "pyav"
-
 TODO = pa.schema(
     [
         pa.field("video_id", pa.string()),
@@ -43,6 +41,7 @@ class _Summary:
     """What the last row of a video says."""
 
     info: dict[str, Any] | None = None
+    decoder: str | None = None
     clips: list[tuple[str, float, float]] = field(default_factory=list)
     chunks: list[tuple[str, float, float]] = field(default_factory=list)
     error: tuple[str, str] | None = None
@@ -105,7 +104,7 @@ def _rows(event: Event, todo: dict[str, Any], summary: _Summary, emitted: set[in
     video_id = todo["video_id"]
     match event:
         case Opened():
-            summary.info = event.info.to_dict()
+            summary.info, summary.decoder = event.info.to_dict(), event.decoder
             summary.clips = [(span_id("clip", video_id, start, end), start, end) for start, end in event.windows]
         case ClipFrames():
             emitted.add(event.index)
@@ -147,7 +146,7 @@ def _clip_body(event: ClipFrames) -> dict[str, Any]:
         "height": height,
         "width": width,
         "effective_fps": (len(distinct) - 1) / span_s if span_s > 0 else None,
-        "decoder": DECODER,
+        "decoder": event.decoder,
     }
 
 
@@ -160,7 +159,7 @@ def _failed_clip(video_id: str, summary: _Summary, index: int, error_type: str, 
         "status": "failed",
         "error_type": error_type,
         "error_message": message,
-        "decoder": DECODER,
+        "decoder": summary.decoder,
     }
     return Row("clip", video_id, clip_id, body)
 
