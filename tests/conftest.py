@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from jobs.conformance.assets import suite
 
 settings.register_profile("patient", deadline=None)  # a busy machine is no fault of the code
 settings.load_profile("patient")
@@ -20,3 +23,9 @@ def whisper_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whisper-tiny.en")
     convert(Path(resolve("builtin:whisper-tiny.en").location), folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def find(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The path of a file of the conformance suite, which is made when it is first asked for."""
+    return suite(tmp_path_factory.getbasetemp() / "suite").find

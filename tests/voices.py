@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -13,6 +14,14 @@ from qwen_ray.config import SpeechConfig
 from qwen_ray.engines.protocol import Segment
 from qwen_ray.media.decode import decode_events
 from qwen_ray.media.events import DecodeRequest, SpeechChunk
+
+SPEECH = Path(__file__).parent / "assets" / "speech.ogg"
+"""10.4 s of espeak-ng (-s 140), Opus 24 kbit/s: half a second of silence, a sentence, a pause, a sentence, silence."""
+SPEECH_TRUTH = [
+    (0.51, 4.91, "The weather today is sunny and warm, with a light wind from the west."),
+    (6.59, 9.44, "Please open the window before you leave the room."),
+]
+"""(start_s, end_s, text), from the level of the sound before it was encoded."""
 
 TRUTH = json.loads((SAMPLES / "truth.json").read_text())
 

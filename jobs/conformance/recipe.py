@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from jobs.conformance.burn import CELLS_WIDTH, beeps, level, strips
 
@@ -100,6 +101,11 @@ class Render:
 
     def __str__(self) -> str:
         return f"strips | {shlex.join(['ffmpeg', *self.args()])} OUT"
+
+
+def render(path: Path, num_frames: int = 240, **how: Any) -> None:
+    """Make one file, out of any kitchen: see `Render`."""
+    Render(num_frames=num_frames, **how).run(path, lambda name: path.with_name(name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ import contextlib
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 import av
@@ -19,7 +19,6 @@ import av.error
 import numpy as np
 import numpy.typing as npt
 
-from qwen_ray.errors import InputError
 from qwen_ray.media.index import JUMPY, FirstPicture, VideoTrack
 from qwen_ray.media.pictures import Turn, is_large
 from qwen_ray.media.video import LOOKAHEAD, Picture, Taken
@@ -124,12 +123,8 @@ class _Process:
 
     def num_complaints(self) -> int:
         """Lines that ffmpeg has logged so far."""
-        return self.said().count(b"\n")
-
-    def said(self) -> bytes:
-        """The log so far."""
         self._log.seek(0)
-        return self._log.read()
+        return self._log.read().count(b"\n")
 
     def close(self) -> None:
         self._process.kill()
@@ -139,22 +134,20 @@ class _Process:
         self._log.close()
 
 
-def first_picture(examined: Examined) -> tuple[FirstPicture, Fraction]:
-    """The first picture that ffmpeg decodes, upright already, and its pixel aspect.
-
-    Raises:
-        InputError: `unsupported_codec` where it decodes none.
-    """
+def seen_by_ffmpeg(examined: Examined) -> Examined | None:
+    """With what the command says of a picture that PyAV has no decoder for; None where it has none either."""
     assert examined.index.video is not None
     process = _Process(examined, examined.index.video, "", "-frames:v", "1")
     try:
-        for frame, sar in process.frames():
-            return FirstPicture(None, frame.height, frame.width, Turn()), sar
-        said = process.said().decode(errors="replace").strip().rpartition("\n")[2]
+        frame, sar = next(process.frames(), (None, Fraction(1)))
     finally:
         process.close()
-    name = Path(examined.path).name
-    raise InputError("unsupported_codec", f"{name}: neither PyAV nor ffmpeg has a decoder for its picture: {said}")
+    if frame is None:
+        return None
+    first, aspect = FirstPicture(None, frame.height, frame.width, Turn()), f"{sar.numerator}:{sar.denominator}"
+    info = replace(examined.info, height=first.height, width=first.width, sar=aspect)
+    index = replace(examined.index, video=replace(examined.index.video, first=first))
+    return replace(examined, info=info, index=index)
 
 
 def _matrix(examined: Examined) -> str:

@@ -14,7 +14,7 @@ from qwen_ray.media.decoders import Name, choose, open_reader
 from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, Event, Opened, SpeechChunk
 from qwen_ray.media.info import VideoInfo
 from qwen_ray.media.motion import movement
-from qwen_ray.media.probe import Examined, check_usable, examine, seen_by_ffmpeg
+from qwen_ray.media.probe import Examined, check_usable, examine
 from qwen_ray.media.sampling import CANDIDATES, at_rate, by_motion, frame_size, key_frames, sample
 from qwen_ray.media.shots import cut_times_s
 from qwen_ray.media.speech import speech_chunks
@@ -65,10 +65,7 @@ def decode_events(request: DecodeRequest, beat: Callable[[], None] = lambda: Non
         InputError: The file as a whole is of no use: `empty_file`, `unreadable`, `no_streams`, `unsupported_codec`.
         TransientError: `not_found` or `storage`.
     """
-    examined = examine(request.path, beat)
-    decoder = choose(request.decode, examined)
-    if decoder == "ffmpeg":
-        examined = seen_by_ffmpeg(examined)
+    decoder, examined = choose(request.decode, examine(request.path, beat))
     check_usable(examined)
     windows = _windows(request, examined, beat) if request.want_frames else []
     yield Opened(examined.info, windows, decoder)

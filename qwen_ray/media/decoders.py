@@ -48,13 +48,16 @@ def check_installed(decode: DecodeConfig) -> None:
         raise ConfigError(f"decode.decoder = {decode.decoder!r}: it is not installed; pip install {decode.decoder}")
 
 
-def choose(decode: DecodeConfig, examined: Examined) -> Name:
-    """The decoder of one file."""
-    if decode.decoder != "auto":
-        return decode.decoder
-    video = examined.index.video
-    lacking = video is not None and video.first is None and not examined.info.codec
-    return "ffmpeg" if lacking and shutil.which("ffmpeg") else "pyav"
+def choose(decode: DecodeConfig, examined: Examined) -> tuple[Name, Examined]:
+    """The decoder of one file, and the file as that sees it."""
+    lacking = examined.info.has_video and not examined.info.codec
+    if lacking and decode.decoder in ("auto", "ffmpeg") and shutil.which("ffmpeg"):
+        from qwen_ray.media.command import seen_by_ffmpeg
+
+        seen = seen_by_ffmpeg(examined)
+        if seen is not None:
+            return "ffmpeg", seen
+    return ("pyav" if decode.decoder == "auto" else decode.decoder), examined
 
 
 def open_reader(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -74,18 +74,6 @@ def check_usable(examined: Examined) -> None:
     seen = examined.index.video is not None and examined.index.video.first is not None
     if not seen and not any(track["codec"] for track in selected):
         raise InputError("unsupported_codec", f"{Path(examined.path).name}: there is no decoder for its tracks")
-
-
-def seen_by_ffmpeg(examined: Examined) -> Examined:
-    """With what the ffmpeg command says of the picture, where PyAV could not say it; otherwise as it is."""
-    from qwen_ray.media.command import first_picture
-
-    video = examined.index.video
-    if video is None or video.first is not None:
-        return examined
-    video.first, sar = first_picture(examined)
-    first, aspect = video.first, f"{sar.numerator}:{sar.denominator}"
-    return replace(examined, info=replace(examined.info, height=first.height, width=first.width, sar=aspect))
 
 
 def _times_s(video: VideoTrack) -> list[float]:

@@ -3,22 +3,20 @@
 import pytest
 
 import qwen_ray
-from jobs.conformance.assets import ASSETS, suite
+from jobs.conformance.assets import ASSETS
 from qwen_ray.io.storage import file_name
 
 NAMES = list(ASSETS)
 
 
 @pytest.fixture(scope="module")
-def videos(ray_address, tmp_path_factory):
+def videos(ray_address, find, tmp_path_factory):
     """Rows of the `videos` table by file name."""
     folder, out = tmp_path_factory.mktemp("suite"), tmp_path_factory.mktemp("out")
-    made = suite(folder / "made")
-    (folder / "in").mkdir()
     for name in NAMES:
-        (folder / "in" / name).symlink_to(made.find(name))
+        (folder / name).symlink_to(find(name))
     settings = ["caption.engine=fake", "speech.engine=fake", "decode.window_s=3600", "decode.max_pixels=76800"]
-    job = qwen_ray.configure(str(folder / "in/*"), str(out), set=settings)
+    job = qwen_ray.configure(str(folder / "*"), str(out), set=settings)
     qwen_ray.run(job)
     rows = qwen_ray.read_table(str(out), "videos").to_pylist()
     assert len(rows) == len(NAMES)

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 import qwen_ray
+from jobs.conformance.assets import x264
+from jobs.conformance.recipe import render
 from qwen_ray.config import StorageConfig
 from qwen_ray.errors import QwenRayError
 from qwen_ray.io.storage import open_storage
-from tests.media import encode, x264
 from tests.s3 import S3Server, s3_server  # noqa: F401
 from tests.tables import content, duplicates, rows
 
@@ -34,7 +35,7 @@ def videos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("videos")
     for number in range(NUM_VIDEOS):
         size = (160, 120)
-        encode(folder / f"{number:02d}.mp4", num_frames=90, size=size, video=x264(), first=100 * number)
+        render(folder / f"{number:02d}.mp4", num_frames=90, size=size, video=x264(), first=100 * number)
     return folder
 
 

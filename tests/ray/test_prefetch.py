@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import qwen_ray
+from jobs.conformance.assets import x264
+from jobs.conformance.recipe import render
 from qwen_ray.api import plan
 from qwen_ray.engines.models import builtin_folder
 from qwen_ray.runner import run
-from tests.media import encode, x264
 from tests.s3 import S3Server, s3_server  # noqa: F401
 from tests.tables import content, rows
 
@@ -35,7 +36,7 @@ def model_uri(s3_server: S3Server) -> str:  # noqa: F811
 @pytest.fixture
 def film(tmp_path: Path) -> Path:
     path = tmp_path / "a.mp4"
-    encode(path, num_frames=60, size=(160, 120), video=x264())
+    render(path, num_frames=60, size=(160, 120), video=x264())
     return path
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 import qwen_ray
+from jobs.conformance.assets import x264
+from jobs.conformance.recipe import render
 from qwen_ray.errors import ConfigError
 from qwen_ray.prompts import load
-from tests.media import encode, x264
 from tests.tables import rows
 
 FAKE = ("caption.engine=fake", "speech=null", "decode.window_s=1")
@@ -21,7 +22,7 @@ FAKE = ("caption.engine=fake", "speech=null", "decode.window_s=1")
 def films(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two videos of three clips each, and a manifest with a title for both and an author for one."""
     folder = tmp_path_factory.mktemp("films")
-    encode(folder / "a.mp4", 90, video=x264())
+    render(folder / "a.mp4", 90, video=x264())
     shutil.copy(folder / "a.mp4", folder / "b.mp4")
     _write_manifest(folder, {"a": "Heat", "b": "Dust"})
     return folder

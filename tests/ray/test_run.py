@@ -14,12 +14,13 @@ import pytest
 
 import qwen_ray
 from jobs.conformance import bases
+from jobs.conformance.assets import x264
 from jobs.conformance.fuzz import through_ray
+from jobs.conformance.recipe import ffmpeg, render
 from qwen_ray.api import SAMPLES
 from qwen_ray.errors import LeaseHeldError
 from qwen_ray.io.storage import canonical_uri, file_name
 from qwen_ray.schema import span_id, video_id_of
-from tests.media import encode, ffmpeg, x264
 from tests.s3 import S3Server, s3_server  # noqa: F401
 from tests.tables import content, rows
 from tests.voices import TRUTH, spoken
@@ -163,7 +164,7 @@ def clips_folder(tmp_path: Path) -> Path:
 
 
 def _video(path: Path, first: int) -> None:
-    encode(path, num_frames=60, size=(160, 120), video=x264(), first=first)
+    render(path, num_frames=60, size=(160, 120), video=x264(), first=first)
 
 
 def _by_name(output: str) -> dict[str, dict]:

@@ -7,7 +7,8 @@ import sys
 import pytest
 import yaml
 
-from tests.media import encode, x264
+from jobs.conformance.assets import AAC, x264
+from jobs.conformance.recipe import render
 
 
 def _cli(*arguments, cwd=None):
@@ -18,7 +19,7 @@ def _cli(*arguments, cwd=None):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cli")
-    encode(folder / "one.mp4", num_frames=60, video=x264(), audio="aac")
+    render(folder / "one.mp4", num_frames=60, video=x264(), audio=AAC)
     (folder / "empty").mkdir()
     (folder / "file").touch()
     return folder

@@ -9,7 +9,7 @@ from bisect import bisect_right
 import numpy as np
 import pytest
 
-from jobs.conformance.assets import ASSETS, suite
+from jobs.conformance.assets import ASSETS
 from jobs.conformance.burn import LEVELS, read_beeps, read_level, read_number, read_time_s
 from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import InputError
@@ -21,11 +21,6 @@ from qwen_ray.media.probe import examine
 GOOD = [name for name, asset in ASSETS.items() if asset.good]
 DAMAGED = [name for name, asset in ASSETS.items() if asset.damaged]
 USELESS = [name for name, asset in ASSETS.items() if asset.status == "failed" and not asset.damaged]
-
-
-@pytest.fixture(scope="session")
-def find(tmp_path_factory):
-    return suite(tmp_path_factory.getbasetemp() / "suite").find
 
 
 def decode(path, **how):

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jobs.conformance.assets import x264
+from jobs.conformance.recipe import ffmpeg, render
 from qwen_ray.config import SpeechConfig
 from qwen_ray.errors import InputError
 from qwen_ray.media.audio import SAMPLE_RATE_HZ, AudioReader
@@ -16,7 +18,7 @@ from qwen_ray.media.events import ClipFrames, DecodeRequest, SpeechChunk
 from qwen_ray.media.index import AudioTrack
 from qwen_ray.media.probe import examine
 from qwen_ray.media.speech import speech_chunks
-from tests.media import SPEECH, SPEECH_TRUTH, encode, ffmpeg, x264
+from tests.voices import SPEECH, SPEECH_TRUTH
 
 VAD = {"vad_threshold": 0.5, "min_silence_s": 0.5}
 NEAR_S = 0.35
@@ -27,7 +29,7 @@ NEAR_S = 0.35
 def picture(tmp_path_factory):
     """8 s of video without sound."""
     path = tmp_path_factory.mktemp("picture") / "picture.mp4"
-    encode(path, video=x264(60, "-bf", "2"))
+    render(path, video=x264(60, "-bf", "2"))
     return path
 
 

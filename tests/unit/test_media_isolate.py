@@ -10,13 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jobs.conformance.assets import AAC, x264
+from jobs.conformance.recipe import render
 from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import InputError, ResourceError, RowError
 from qwen_ray.media import child
 from qwen_ray.media.decode import decode_events
 from qwen_ray.media.events import ClipFrames, DecodeRequest, Done, Opened
 from qwen_ray.media.isolate import DecodeBug, Decoder
-from tests.media import encode, x264
 
 LARGE = {"min_pixels": 900_000, "max_pixels": 1_000_000}
 """Clips that do not fit into the socket, so that the process must wait for whoever asked."""
@@ -25,7 +26,7 @@ LARGE = {"min_pixels": 900_000, "max_pixels": 1_000_000}
 @pytest.fixture(scope="module")
 def film(tmp_path_factory):
     path = tmp_path_factory.mktemp("film") / "film.mp4"
-    encode(path, video=x264(60, "-bf", "2"), audio="aac")
+    render(path, video=x264(60, "-bf", "2"), audio=AAC)
     return str(path)
 
 
@@ -170,7 +171,7 @@ def test_the_system_kills_the_decoder_before_the_one_who_asked(film):
 
 def test_memory_stays_flat_over_many_files(decoder, tmp_path):
     path = str(tmp_path / "large.mp4")
-    encode(path, 30, size=(1280, 720), video=["-c:v", "libx264", "-preset", "ultrafast"])
+    render(path, 30, size=(1280, 720), video=("-c:v", "libx264", "-preset", "ultrafast"))
     used_mb = []
     for _ in range(16):
         list(decoder.decode(DecodeRequest(path=path)))
@@ -181,7 +182,7 @@ def test_memory_stays_flat_over_many_files(decoder, tmp_path):
 
 def test_long_work_without_a_result_is_no_hang(decoder, tmp_path):
     path = str(tmp_path / "long.mp4")
-    encode(path, 400, size=(1280, 720), video=["-c:v", "libx264", "-preset", "ultrafast", "-g", "10000"])
+    render(path, 400, size=(1280, 720), video=("-c:v", "libx264", "-preset", "ultrafast", "-g", "10000"))
     list(decoder.decode(DecodeRequest(path=path, want_frames=False)))  # started and warm
     wanted = request(path, window_s=1000, num_frames=2, deadline_s=2)
     assert [type(event) for event in decoder.decode(wanted)] == [Opened, ClipFrames, Done]

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jobs.bench.shots import render
-from jobs.conformance.assets import suite
 from jobs.conformance.recipe import ffmpeg
 from qwen_ray.config import DecodeConfig
 from qwen_ray.media.decode import decode_events
@@ -108,10 +107,9 @@ def test_clips_follow_the_shots(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["noise_mid.mp4", "audio_only.mp4", "frames1.mp4", "size_change.ts", "hole.mp4"])
-def test_every_file_has_its_clips(tmp_path, name):
-    path = suite(tmp_path).find(name)
+def test_every_file_has_its_clips(find, name):
     decode = DecodeConfig(windows="shots", window_s=2.0, max_pixels=76800)
-    opened, *clips, _ = decode_events(DecodeRequest(path=str(path), decode=decode))
+    opened, *clips, _ = decode_events(DecodeRequest(path=str(find(name)), decode=decode))
     assert len(clips) == len(opened.windows)
     if opened.windows:
         assert opened.windows[-1][1] == opened.info.video_duration_s
