@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines import generation, models, weights
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
@@ -86,19 +90,28 @@ def check(model: models.Model, config: JobConfig) -> None:
             f"decode.size_multiple = {config.decode.size_multiple}: the patches of {config.caption.model!r} "
             f"need {multiple}"
         )
-    _check_context(model, config)
+    stated = models.read_json(model, "config.json") or {}
+    _check_context(stated, config)
+    _check_rate(stated, config)
 
 
-def _check_context(model: models.Model, config: JobConfig) -> None:
+def _check_rate(stated: Mapping[str, Any], config: JobConfig) -> None:
+    """Raise ConfigError where frames follow each other faster than the model tells times apart."""
+    vision = stated.get("vision_config") or {}
+    fastest = vision.get("temporal_patch_size", 2) * vision.get("tokens_per_second", math.inf)
+    by_position = not FAMILIES[stated["model_type"]].timestamps
+    if by_position and config.decode.sampling == "fps" and config.decode.fps > fastest:
+        raise ConfigError(
+            f"decode.fps = {config.decode.fps:g}: above {fastest} frames a second two pairs of frames share one time "
+            "position in this model; lower it, or take a Qwen3-VL"
+        )
+
+
+def _check_context(stated: Mapping[str, Any], config: JobConfig) -> None:
     """Raise ConfigError where a clip's frames may take more tokens than the model's context holds."""
     assert config.caption is not None
-    stated = models.read_json(model, "config.json") or {}
-    text = stated.get("text_config") or stated
-    context, video, new = (
-        text.get("max_position_embeddings"),
-        config.decode.max_video_tokens,
-        config.caption.max_new_tokens,
-    )
+    context = (stated.get("text_config") or stated).get("max_position_embeddings")
+    video, new = config.decode.max_video_tokens, config.caption.max_new_tokens
     if context is not None and video + new > context:
         raise ConfigError(
             f"decode.num_frames = {config.decode.num_frames}, decode.max_pixels = {config.decode.max_pixels}: a clip "

@@ -162,6 +162,15 @@ def test_more_frames_than_the_context_holds_are_refused_before_anything_is_decod
         build.check(resolve(TINY.model), set_paths(fits, ["decode.num_frames=200"]))
 
 
+def test_a_rate_that_the_model_cannot_tell_apart_is_refused():
+    slow = ["decode.sampling=fps", "decode.fps=4"]
+    build.check(resolve(TINY.model), set_paths(preset("tiny"), slow))
+    with pytest.raises(ConfigError, match=r"decode.fps = 5.* above 4 frames a second"):
+        build.check(resolve(TINY.model), set_paths(preset("tiny"), [*slow, "decode.fps=5"]))
+    qwen3 = preset("tiny-qwen3")
+    build.check(resolve(qwen3.caption.model), set_paths(qwen3, [*slow, "decode.fps=5"]))
+
+
 def test_the_revision_of_a_folder_is_its_content(tmp_path):
     original = resolve("builtin:tiny-qwen2.5-vl")
     copy = tmp_path / "copy"
