@@ -50,11 +50,12 @@ def dashboard() -> Iterator[Dashboard]:
     home = Path(tempfile.mkdtemp(prefix="rj", dir="/tmp"))
     own = {"HOME": str(home), "RAY_TMPDIR": str(home), "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"} | own
-    port, dashboard_port = _free_ports(2)
-    head = ("start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard_port}", "--num-cpus=2")
+    port, dashboard_port, agent_port = _free_ports(3)
+    head = ("start", "--head", "--block", f"--port={port}", f"--dashboard-port={dashboard_port}")
+    more = (f"--dashboard-agent-listen-port={agent_port}", "--num-cpus=2")  # its default may be another cluster's
     with (home / "said").open("w") as said:
         process = subprocess.Popen(
-            [*RAY, *head], env=environment, stdout=said, stderr=said, start_new_session=True, cwd=home
+            [*RAY, *head, *more], env=environment, stdout=said, stderr=said, start_new_session=True, cwd=home
         )
     try:
         url = f"http://127.0.0.1:{dashboard_port}"
