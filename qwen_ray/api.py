@@ -169,10 +169,12 @@ def frames(file: str, start_s: float, end_s: float, job: JobConfig) -> ClipFrame
 
     Raises:
         InputError: the file is not readable, or no frame of the clip is.
-        ConfigError: the clip is empty or lies outside the video.
+        ConfigError: the clip is empty or lies outside the video, or this machine lacks the decoder asked for.
     """
     from qwen_ray.media.decode import decode_clip
+    from qwen_ray.media.decoders import check_installed
 
+    check_installed(job.decode)
     with fetch(_one_file(file), "", job.storage) as path:
         return decode_clip(str(path), start_s, end_s, job.decode)
 

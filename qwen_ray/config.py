@@ -64,8 +64,8 @@ class DecodeConfig:
     max_repaired: float = 0.5
     """Largest share of a clip's frames that may be built on damaged data; a clip with more fails."""
     decoder: Literal["auto", "pyav", "ffmpeg", "torchcodec", "decord"] = "auto"
-    """What decodes pictures. `auto` is `pyav`, and the `ffmpeg` command for a file that it has no decoder for, where
-    there is one; the others are for comparison and must be installed. Rows record which it was.
+    """What decodes pictures. `auto` is `pyav`, and the `ffmpeg` command, where there is one, for a file of which that
+    cannot decode a single picture; the others are for comparison and must be installed. Rows record which it was.
     """
     deadline_s: float = speed(120.0)
     """Longest time in seconds that a decoder may go without a sign of life before it is killed."""

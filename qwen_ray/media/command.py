@@ -135,7 +135,7 @@ class _Process:
 
 
 def seen_by_ffmpeg(examined: Examined) -> Examined | None:
-    """With what the command says of a picture that PyAV has no decoder for; None where it has none either."""
+    """With what the command says of a picture that PyAV cannot decode; None where it cannot either."""
     assert examined.index.video is not None
     process = _Process(examined, examined.index.video, "", "-frames:v", "1")
     try:

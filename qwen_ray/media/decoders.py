@@ -2,13 +2,14 @@
 
 PyAV, read by exact display times (`video.FrameReader`), is the default because it is the only one that was right on
 every file of the conformance suite (docs/conformance.md), and because it decodes what any of the others does. The
-`ffmpeg` command follows where PyAV has no decoder for a picture: a machine's own build may have one. torchcodec and
-decord are there for who asks for them: they name frames by index, and where their count of frames is not the file's,
-the file fails instead of showing other moments.
+`ffmpeg` command follows where PyAV has no decoder for a picture, or its decoder makes nothing of it: a machine's own
+build may. torchcodec and decord are there for who asks for them: they name frames by index, and where their count of
+frames is not the file's, the file fails instead of showing other moments.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
@@ -44,14 +45,28 @@ def check_installed(decode: DecodeConfig) -> None:
         raise ConfigError("decode.windows = 'shots': PySceneDetect is missing; pip install 'qwen-ray[shots]'")
     if decode.decoder == "ffmpeg" and shutil.which("ffmpeg") is None:
         raise ConfigError("decode.decoder = 'ffmpeg': there is no ffmpeg command on the PATH; install ffmpeg")
-    if decode.decoder in ("torchcodec", "decord") and importlib.util.find_spec(decode.decoder) is None:
-        raise ConfigError(f"decode.decoder = {decode.decoder!r}: it is not installed; pip install {decode.decoder}")
+    if decode.decoder in ("torchcodec", "decord"):
+        _check_library(decode.decoder)
+
+
+def _check_library(name: str) -> None:
+    """By importing it: both may be installed and fail to load, which would make every file an unreadable one."""
+    if importlib.util.find_spec(name) is None:
+        raise ConfigError(f"decode.decoder = {name!r}: it is not installed; pip install {name}")
+    try:
+        importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(
+            f"decode.decoder = {name!r}: it is installed and cannot be loaded ({said}); install a version of it that "
+            "fits this machine's torch and FFmpeg, or leave decode.decoder at auto"
+        ) from None
 
 
 def choose(decode: DecodeConfig, examined: Examined) -> tuple[Name, Examined]:
     """The decoder of one file, and the file as that sees it."""
-    lacking = examined.info.has_video and not examined.info.codec
-    if lacking and decode.decoder in ("auto", "ffmpeg") and shutil.which("ffmpeg"):
+    video = examined.index.video
+    if video is not None and video.first is None and decode.decoder in ("auto", "ffmpeg") and shutil.which("ffmpeg"):
         from qwen_ray.media.command import seen_by_ffmpeg
 
         seen = seen_by_ffmpeg(examined)

@@ -4,13 +4,16 @@ import importlib.util
 import os
 import shutil
 import stat
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import qwen_ray
 from jobs.conformance.assets import ASSETS
 from jobs.conformance.burn import read_level, read_number
+from jobs.conformance.edits import rename_codec
 from jobs.conformance.recipe import find_ffmpeg
 from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import ConfigError, InputError
@@ -83,6 +86,30 @@ def test_a_picture_that_pyav_has_no_decoder_for_goes_to_ffmpeg(find):
     assert not done.damaged
 
 
+@pytest.fixture
+def mislabelled(find, tmp_path):
+    """H.264 that calls itself MPEG-4 part 2: PyAV has a decoder of that name, which makes nothing of it."""
+    path = tmp_path / "mislabelled.mp4"
+    path.write_bytes(rename_codec(find("silent.mp4").read_bytes(), "avc1", "mp4v"))
+    return path
+
+
+@pytest.mark.usefixtures("knowing_ffmpeg")
+@pytest.mark.parametrize("windows", ["fixed", "shots"])
+def test_a_picture_that_pyav_makes_nothing_of_goes_to_ffmpeg(mislabelled, windows):
+    opened, *clips, done = decode(mislabelled, "auto", windows=windows, window_s=2.0, num_frames=4)
+    assert (opened.decoder, opened.info.width, opened.info.height) == ("ffmpeg", 320, 240)
+    assert [read_number(p) for clip in clips for p in clip.frames_THWC] == list(range(0, 240, 15))
+    assert {clip.decoder for clip in clips} == {"ffmpeg"}
+    assert not done.damaged
+
+
+def test_what_ffmpeg_makes_nothing_of_either_stays_with_pyav(mislabelled):
+    opened, *clips, _ = decode(mislabelled, "auto", window_s=2.0, num_frames=4)
+    assert opened.decoder == "pyav"
+    assert {clip.error_type for clip in clips} == {"no_frames"}
+
+
 def test_where_neither_has_a_decoder_the_file_fails(find):
     for decoder in ("auto", "ffmpeg"):
         with pytest.raises(InputError) as caught:
@@ -132,3 +159,19 @@ def test_what_is_not_installed_is_refused_by_name(monkeypatch):
             with pytest.raises(ConfigError, match=f"pip install {name}"):
                 check_installed(DecodeConfig(decoder=name))
     check_installed(DecodeConfig())
+
+
+def test_frames_refuses_what_is_not_installed(find, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    job = qwen_ray.JobConfig(decode=DecodeConfig(decoder="ffmpeg"))
+    with pytest.raises(ConfigError, match="no ffmpeg command"):
+        qwen_ray.frames(str(find("silent.mp4")), 0.0, 1.0, job)
+
+
+@pytest.mark.parametrize("name", ["torchcodec", "decord"])
+def test_a_library_that_cannot_be_loaded_is_refused(tmp_path, monkeypatch, name):
+    (tmp_path / f"{name}.py").write_text("raise RuntimeError('no libavutil for it')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ConfigError, match=f"{name}.*cannot be loaded .no libavutil for it"):
+        check_installed(DecodeConfig(decoder=name))
