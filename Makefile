@@ -11,7 +11,8 @@ demo: $(VENV)/.demo
 	$(BIN)/qwen-ray demo
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit $(ARGS)
+	$(BIN)/python -m pytest tests/ray tests/gpu $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,4 +29,5 @@ def whisper_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def find(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """The path of a file of the conformance suite, which is made when it is first asked for."""
-    return suite(tmp_path_factory.getbasetemp() / "suite").find
+    own = tmp_path_factory.getbasetemp()
+    return suite((own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "suite").find

@@ -162,7 +162,7 @@ class Kitchen:
         """The file called `name`, made now if it is not there."""
         path = self._folder / name
         if not path.exists():
-            draft = path.with_name(f"draft-{name}")
+            draft = path.with_name(f"draft-{os.getpid()}-{name}")  # others may make it too
             self._cookbook[name].run(draft, self.find)
             draft.replace(path)
         return path

@@ -177,7 +177,8 @@ def test_memory_stays_flat_over_many_files(decoder, tmp_path):
         list(decoder.decode(DecodeRequest(path=path)))
         pages = int(Path(f"/proc/{decoder.pid}/statm").read_text().split()[1])
         used_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
-    assert max(used_mb[8:]) - max(used_mb[:8]) < 20  # a decoder that is not let go costs 12 MB a file
+    # what is free but not given back comes and goes; a decoder that is not let go costs 12 MB a file, for good
+    assert min(used_mb[8:]) - min(used_mb[:8]) < 20
 
 
 def test_long_work_without_a_result_is_no_hang(decoder, tmp_path):
