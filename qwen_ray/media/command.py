@@ -7,6 +7,7 @@ that frames are told apart as in `video`: by exact time, or by counting where ti
 from __future__ import annotations
 
 import contextlib
+import os
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -116,15 +117,16 @@ class _Process:
 
     def frames(self) -> Iterator[tuple[VideoFrame, Fraction]]:
         """All that come, in order of display, with their pixel aspect; none where nothing can be decoded."""
-        with contextlib.suppress(av.error.FFmpegError), av.open(self._process.stdout, format="nut") as container:
+        nut = {"format": "nut", "metadata_errors": "ignore"}
+        with contextlib.suppress(av.error.FFmpegError), av.open(self._process.stdout, **nut) as container:
             stream = container.streams.video[0]
             for frame in container.decode(stream):
                 yield frame, stream.sample_aspect_ratio or Fraction(1)
 
     def num_complaints(self) -> int:
         """Lines that ffmpeg has logged so far."""
-        self._log.seek(0)
-        return self._log.read().count(b"\n")
+        size = os.fstat(self._log.fileno()).st_size  # read in place: ffmpeg writes at the position that we would move
+        return os.pread(self._log.fileno(), size, 0).count(b"\n")
 
     def close(self) -> None:
         self._process.kill()

@@ -14,7 +14,7 @@ import qwen_ray
 from jobs.conformance.assets import ASSETS
 from jobs.conformance.burn import read_level, read_number
 from jobs.conformance.edits import rename_codec
-from jobs.conformance.recipe import find_ffmpeg
+from jobs.conformance.recipe import ffmpeg, find_ffmpeg
 from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import ConfigError, InputError
 from qwen_ray.media.decode import decode_events
@@ -108,6 +108,17 @@ def test_what_ffmpeg_makes_nothing_of_either_stays_with_pyav(mislabelled):
     opened, *clips, _ = decode(mislabelled, "auto", window_s=2.0, num_frames=4)
     assert opened.decoder == "pyav"
     assert {clip.error_type for clip in clips} == {"no_frames"}
+
+
+@pytest.mark.usefixtures("knowing_ffmpeg")
+def test_a_title_that_is_no_text_does_not_matter(find, tmp_path):
+    ffmpeg("-i", find("silent.mp4"), "-metadata", "title=abcdefgh", "-c", "copy", tmp_path / "named.mp4")
+    data = (tmp_path / "named.mp4").read_bytes()
+    assert b"abcdefgh" in data
+    path = tmp_path / "odd.mp4"
+    path.write_bytes(data.replace(b"abcdefgh", b"\xb2\xff\xfe\x88abcd").replace(b"avc1", b"zzz1"))
+    opened, *clips, _ = decode(path, "auto", window_s=8.0, num_frames=4)
+    assert (opened.decoder, [read_number(p) for p in clips[0].frames_THWC]) == ("ffmpeg", [0, 60, 120, 180])
 
 
 def test_where_neither_has_a_decoder_the_file_fails(find):
