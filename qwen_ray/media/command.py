@@ -73,7 +73,8 @@ class CommandReader:
                 self._ready[step[0]] = Picture(picture_HWC, self._process.num_complaints() > 0)
         found = [rank for rank in wanted if rank in self._ready]
         pictures = [self._ready[rank] for rank in found]
-        self._ready = {rank: p for rank, p in self._ready.items() if wanted and rank >= wanted[-1]}
+        last = wanted[-1] if wanted else -1
+        self._ready = {rank: picture for rank, picture in self._ready.items() if rank >= last}
         return Taken(found, [p.picture_HWC for p in pictures], [p.suspect for p in pictures])
 
     def close(self) -> None:

@@ -64,6 +64,8 @@ class Decoded:
 
     frame: VideoFrame
     suspect: bool
+    num_errors: int
+    """Packets that had failed when the frame came out."""
 
 
 class PictureDecoder:
@@ -83,7 +85,7 @@ class PictureDecoder:
         self._context.copy_opaque = True  # each frame names the packet it came from
         self._fed = 0
         self._suspects: set[int] = set()
-        self._held: list[VideoFrame] = []
+        self._held: list[tuple[VideoFrame, int]] = []
         self._suspect = self._suspect_before = False
         self._key_pts: int | None = None
         self.num_errors = 0
@@ -135,9 +137,13 @@ class PictureDecoder:
         return packet.pts is not None and self._key_pts is not None and packet.pts < self._key_pts
 
     def _judge(self, frames: list[VideoFrame]) -> list[Decoded]:
-        ready = [frame for frame in self._held + frames if frame.opaque != self._fed]
-        self._held = [frame for frame in self._held + frames if frame.opaque == self._fed]
-        return [Decoded(frame, frame.is_corrupt or frame.opaque in self._suspects) for frame in ready]
+        every = [*self._held, *((frame, self.num_errors) for frame in frames)]
+        self._held = [(frame, errors) for frame, errors in every if frame.opaque == self._fed]
+        return [
+            Decoded(frame, frame.is_corrupt or frame.opaque in self._suspects, errors)
+            for frame, errors in every
+            if frame.opaque != self._fed
+        ]
 
 
 class Painter:

@@ -229,7 +229,7 @@ class _Walk:
     def _ranked(self, frames: list[Decoded]) -> Iterator[tuple[int, Decoded]]:
         for decoded in frames:
             if self._track.by_count:
-                rank = self._counted + self._decoder.num_errors  # a packet that failed took its frame with it
+                rank = self._counted + decoded.num_errors  # a packet that failed took its frame with it
                 self._counted += 1
             else:
                 rank = self._rank_of.get(cast(int, decoded.frame.pts), -1)

@@ -220,6 +220,22 @@ def test_the_frames_before_a_cut_are_all_there(find):
     assert all(numbers(clip) == [round(t * FPS) for t in clip.frame_times_s] for clip in clips_of(clips))
 
 
+def test_a_lost_frame_shifts_no_other_where_frames_are_counted(tmp_path):
+    mjpeg = ("-c:v", "mjpeg", "-q:v", "4", "-pix_fmt", "yuvj420p")
+    render(tmp_path / "film.mov", 90, video=mjpeg)
+    untimed = ["-output_ts_offset", -2, "-avoid_negative_ts", "disabled"]  # of 2 s Matroska stores no times
+    ffmpeg("-i", tmp_path / "film.mov", "-c", "copy", *untimed, tmp_path / "film.mkv")
+    data = (tmp_path / "film.mkv").read_bytes()
+    pictures = [at for at in range(len(data)) if data.startswith(b"\xff\xd8\xff", at)]
+    header = data.index(b"\xff\xc0", pictures[10])
+    (tmp_path / "bad.mkv").write_bytes(data[:header] + b"\xff\xcf" + data[header + 2 :])
+    assert examine(str(tmp_path / "bad.mkv")).index.video.by_count
+    _, clip, done = decode(tmp_path / "bad.mkv", num_frames=90)
+    assert numbers(clip) == expected_numbers(clip, tmp_path / "bad.mkv", list(range(90)))
+    assert {9, 11} < set(numbers(clip))
+    assert (clip.num_decoded, done.num_errors_video) == (clip.num_requested - 1, 1)
+
+
 def test_frames_that_cannot_be_decoded_are_missing(find):
     events = decode(find("noise_mid.mp4"), window_s=0.5, num_frames=15, max_repaired=1.0)
     lost = sum(clip.num_requested - clip.num_decoded for clip in clips_of(events))
