@@ -83,7 +83,7 @@ def _windows(request: DecodeRequest, examined: Examined, beat: Callable[[], None
         return []
     if request.windows:
         return list(request.windows)
-    if decode.windows == "shots" and info.codec:
+    if decode.windows == "shots" and _no_picture(examined) is None:
         cuts_s, shortest_s = cut_times_s(examined, beat), decode.min_window_s
         return shot_windows(
             examined.frame_times_s, cuts_s, info.video_duration_s, longest_s=decode.window_s, shortest_s=shortest_s

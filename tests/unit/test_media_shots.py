@@ -1,15 +1,19 @@
 """Clips shot by shot: boundaries are the exact frames at which rendered films cut."""
 
 import random
+import sys
 from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import qwen_ray
 from jobs.bench.shots import render
 from jobs.conformance.recipe import ffmpeg
+from qwen_ray import api
 from qwen_ray.config import DecodeConfig
+from qwen_ray.errors import ConfigError
 from qwen_ray.media.decode import decode_events
 from qwen_ray.media.events import ClipFrames, DecodeRequest
 from qwen_ray.media.probe import examine
@@ -26,6 +30,11 @@ def cut_ranks(path):
     return [examined.frame_times_s.index(cut_s) for cut_s in cut_times_s(examined, nothing)]
 
 
+@pytest.fixture(scope="module")
+def film(tmp_path_factory):
+    return render(tmp_path_factory.mktemp("film"), 1, seed=2, gradual=False)
+
+
 @pytest.mark.parametrize("number", range(6))
 def test_every_hard_cut_is_found_at_its_frame(tmp_path, number):
     film = render(tmp_path, number, seed=1, gradual=False)
@@ -35,14 +44,13 @@ def test_every_hard_cut_is_found_at_its_frame(tmp_path, number):
 @pytest.mark.parametrize(
     ("form", "options"),
     [
-        ("film.webm", ["-c:v", "libvpx-vp9", "-cpu-used", 8, "-b:v", "1M"]),
+        ("film.webm", ["-c:v", "libvpx-vp9", "-deadline", "realtime", "-cpu-used", 8, "-crf", 30, "-b:v", 0]),
         ("film.ts", ["-c:v", "mpeg2video", "-q:v", 4, "-bf", 2]),
         ("film.mp4", ["-vf", "scale=1280:720", "-c:v", "libx264", "-preset", "ultrafast"]),
         ("film.avi", ["-c:v", "mpeg4", "-q:v", 4]),
     ],
 )
-def test_in_every_form(tmp_path, form, options):
-    film = render(tmp_path, 1, seed=2, gradual=False)
+def test_in_every_form(film, tmp_path, form, options):
     ffmpeg("-i", film.path, *options, tmp_path / form)
     assert cut_ranks(tmp_path / form) == [first for first, _ in film.boundaries]
 
@@ -80,16 +88,43 @@ def test_movement_and_slow_changes_within_a_shot_are_no_cuts(tmp_path):
         assert cut_ranks(path) == [], name
 
 
+@pytest.mark.parametrize(("length", "cuts"), [(1, []), (2, []), (4, []), (8, [60, 68])])
+def test_a_flash_is_no_cut_unless_it_lasts_as_long_as_a_shot(tmp_path, length, cuts):
+    flash = f"drawbox=c=white:t=fill:enable='between(n,60,{59 + length})'"
+    source = ["-f", "lavfi", "-i", "testsrc2=s=320x240:r=25", "-t", 5, "-vf", flash]
+    ffmpeg(*source, "-c:v", "libx264", "-pix_fmt", "yuv420p", tmp_path / "flash.mp4")
+    assert cut_ranks(tmp_path / "flash.mp4") == cuts
+
+
+def test_where_no_picture_decodes_clips_are_those_of_fixed_windows(tmp_path):
+    source = ["-f", "lavfi", "-i", "testsrc2=s=320x240:r=25", "-t", 8]
+    ffmpeg(*source, "-c:v", "libx264", "-pix_fmt", "yuv420p", tmp_path / "film.mp4")
+    path = tmp_path / "mislabelled.mp4"
+    path.write_bytes((tmp_path / "film.mp4").read_bytes().replace(b"avc1", b"mp4v"))
+    decode = DecodeConfig(windows="shots", window_s=3.0, decoder="pyav")
+    opened, *clips, _ = decode_events(DecodeRequest(path=str(path), decode=decode))
+    assert opened.windows == [(0.0, 3.0), (3.0, 6.0), (6.0, 8.0)]
+    assert {clip.error_type for clip in clips} == {"no_frames"}
+
+
+def test_plan_and_run_name_the_extra_that_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "scenedetect", None)
+    job = qwen_ray.JobConfig(input=str(tmp_path), output=str(tmp_path / "out"), decode=DecodeConfig(windows="shots"))
+    for work in (api.plan, qwen_ray.run):
+        with pytest.raises(ConfigError, match=r"decode\.windows.*pip install 'qwen-ray\[shots\]'"):
+            work(job)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_dissolve_is_cut_inside_its_span(tmp_path):
     film = render(tmp_path, 3, seed=0, gradual=True)
     found = cut_ranks(film.path)
-    spans = [range(first - 2, last + 3) for first, last in film.boundaries]
+    spans = [range(first, last + 1) for first, last in film.boundaries]
     assert all(any(rank in span for span in spans) for rank in found)
     assert sum(any(rank in span for rank in found) for span in spans) >= 4
 
 
-def test_clips_follow_the_shots(tmp_path):
-    film = render(tmp_path, 1, seed=2, gradual=False)
+def test_clips_follow_the_shots(film):
     decode = DecodeConfig(windows="shots", window_s=2.0, min_window_s=1.0, num_frames=4, max_pixels=76800)
     opened, *clips, done = decode_events(DecodeRequest(path=str(film.path), decode=decode))
     times_s = examine(str(film.path)).frame_times_s
