@@ -1,4 +1,4 @@
-"""The decoding process: `python -m qwen_ray.media.child FD [MEMORY_BYTES]`, started by `isolate.Decoder`.
+"""The decoding process: `python -m qwen_ray.media.child FD MEMORY_BYTES`, started by `isolate.Decoder`.
 
 It answers each request that comes over the socket FD with its events, and ends when the other side is gone. Any other
 exception ends it with exit code 1 and a traceback, which the other side reports as a bug.
@@ -9,19 +9,15 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
-import os
 import resource
-import select
-import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from qwen_ray import children, wire
 from qwen_ray.errors import RowError
-from qwen_ray.media import wire
 from qwen_ray.media.decode import decode_events
 from qwen_ray.media.events import DecodeRequest
 from qwen_ray.media.isolate import out_of_memory
@@ -36,10 +32,10 @@ LOG_BYTES = 16 << 20
 def main() -> None:
     """Serve requests until the parent goes away."""
     faulthandler.enable()
-    memory_bytes = int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    memory_bytes = int(sys.argv[2])
     _bound_ourselves(memory_bytes)
     sock = socket.socket(fileno=int(sys.argv[1]))
-    threading.Thread(target=_end_with_parent, args=(sock.fileno(),), daemon=True).start()
+    children.end_with_parent(sock.fileno())  # even in the middle of a decode, and with an ffmpeg started for it
     beat = _every(BEAT_S, lambda: wire.send(sock, None))
     while True:
         try:
@@ -87,19 +83,6 @@ def _every(period_s: float, act: Callable[[], None]) -> Callable[[], None]:
             act()
 
     return maybe
-
-
-def _end_with_parent(fd: int) -> None:
-    """Exit when the other side closes, even in the middle of a decode.
-
-    PR_SET_PDEATHSIG would be shorter, but it fires when the parent's *thread* that started us ends.
-    """
-    poller = select.poll()
-    poller.register(fd, select.POLLRDHUP)
-    poller.poll()
-    if os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)  # with an ffmpeg that it may have started
-    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Decoding in a process of its own, which may hang, crash or outgrow its memory without taking the worker along.
 
 Native decoders do all three on damaged files, and a hang inside them heeds no exception and no signal but SIGKILL. The
-process is started fresh (never forked: a fork of a process with threads may deadlock) and serves file after file, since
-starting one costs 0.3 s; it is replaced when it failed.
+process serves file after file, since starting one costs 0.3 s; it is replaced when it failed.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, cast
 
+from qwen_ray import children, wire
 from qwen_ray.config import DecodeConfig
 from qwen_ray.errors import ResourceError, RowError, TransientError
-from qwen_ray.media import wire
 from qwen_ray.media.events import DecodeRequest, Done, Event
 
 FRAME = re.compile(rb'File "(?:[^"]*/)?([^"/]+)", line (\d+),? in (\S+)')
@@ -111,8 +109,7 @@ class Decoder:
     def _kill(self) -> int:
         """End the process and those that it started; returns its exit code."""
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        children.kill_group(self._process)
         return self._process.wait()
 
     def _ready(self) -> socket.socket:
@@ -127,22 +124,14 @@ class Decoder:
         return self._socket
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        command = [sys.executable, "-P", "-m", "qwen_ray.media.child", str(theirs.fileno())]
-        if self._memory_bytes:
-            command.append(str(self._memory_bytes))
         self._stderr = tempfile.TemporaryFile("a+b")  # noqa: SIM115 (closed by close)
-        with theirs:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=self._stderr,
-                pass_fds=[theirs.fileno()],
-                env=_environment(),
-                process_group=0,
-            )
-        self._socket = ours
+        self._process, self._socket = children.start(
+            "qwen_ray.media.child",
+            [str(self._memory_bytes)],
+            environment={"OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL,
+            stderr=self._stderr,
+        )
         spare_ourselves()
 
     def _ask(self, sock: socket.socket, request: DecodeRequest) -> None:
@@ -186,8 +175,8 @@ class Decoder:
             where = FRAME.findall(report)[-1]
             text = f"{name}: bug in the decoding code: {last} (at {_place(where)})"
             return DecodeBug(text, report.decode(errors="replace"))
-        cause = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return TransientError("decode_crashed", f"{name}: the decoder died by {cause}{_last_words(report)}")
+        text = f"{name}: the decoder died by {children.cause(code)}{_last_words(report)}"
+        return TransientError("decode_crashed", text)
 
 
 class _Patience:
@@ -241,10 +230,3 @@ def _last_words(report: bytes) -> str:
 def _place(frame: tuple[bytes, ...]) -> str:
     file, line, function = (part.decode(errors="replace") for part in frame)
     return f"{file}:{line} in {function}"
-
-
-def _environment() -> dict[str, str]:
-    """Ours, with this very package importable and numeric libraries kept to one thread."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "OMP_NUM_THREADS": "1"}

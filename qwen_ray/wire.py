@@ -1,6 +1,6 @@
 """Messages over a socket between two of our own processes: a pickled head, then its arrays as raw bytes.
 
-Not multiprocessing.connection: it cannot give up in the middle of a message, and a decoder that hangs may well do so
+Not multiprocessing.connection: it cannot give up in the middle of a message, and a process that hangs may well do so
 there. Pickle protocol 5 keeps the arrays out of the pickle, so that frames are copied only into and out of the socket.
 """
 
@@ -17,15 +17,19 @@ HEAD = struct.Struct("!II")
 SIZE = struct.Struct("!Q")
 
 
-def send(sock: socket.socket, message: object) -> None:
-    """Send one message. Raises OSError when the other side is gone."""
+def pack(message: object) -> list[bytes | memoryview]:
+    """What goes over the socket for a message, in order: its arrays as they lie in memory, not copied."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     views = [buffer.raw() for buffer in buffers]
     sizes = b"".join(SIZE.pack(view.nbytes) for view in views)
-    sock.sendall(HEAD.pack(len(head), len(views)) + sizes + head)
-    for view in views:
-        sock.sendall(view)
+    return [HEAD.pack(len(head), len(views)) + sizes + head, *views]
+
+
+def send(sock: socket.socket, message: object) -> None:
+    """Send one message. Raises OSError when the other side is gone."""
+    for part in pack(message):
+        sock.sendall(part)
 
 
 def receive(sock: socket.socket, timeout_s: float | None = None) -> Any:
