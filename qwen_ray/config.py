@@ -144,7 +144,11 @@ class CaptionConfig:
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """`auto`: bfloat16 on CUDA, float32 on CPU."""
     batch_size: int = speed(8)
-    """Most clips in one model call."""
+    """Most clips that are answered at once."""
+    reuse: bool = speed(True)
+    """Compute what prompts have in common once: the same clip under several prompts is read once."""
+    compile: bool = speed(True)
+    """Compile the model and record its steps, on a GPU; without, an engine starts sooner and answers more slowly."""
     num_gpus: float = speed(0.7)
     """Share of a GPU, or number of GPUs, of each engine; ignored on a cluster without GPUs."""
     num_cpus: float = speed(1.0)

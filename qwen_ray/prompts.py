@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,15 @@ def load_all(given: Iterable[str | Mapping[str, Any] | Prompt]) -> tuple[Prompt,
     return tuple(loaded)
 
 
-def messages(text: str, system: str = "", *, video: bool = True) -> list[dict[str, Any]]:
-    """Chat messages for one question, about one video or about none, in the form that Qwen-VL chat templates take."""
-    content = [*([{"type": "video"}] if video else []), {"type": "text", "text": text}]
+def messages(text: str, system: str = "", media: Sequence[str] = ("video",)) -> list[dict[str, Any]]:
+    """Chat messages for one question, in the form that Qwen-VL chat templates take.
+
+    Args:
+        text: the question.
+        system: system message; empty for none.
+        media: what is shown before it, in order: `video` or `image` each.
+    """
+    content = [*({"type": kind} for kind in media), {"type": "text", "text": text}]
     user = {"role": "user", "content": content}
     return [{"role": "system", "content": system}, user] if system else [user]
 

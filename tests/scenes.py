@@ -11,7 +11,7 @@ import torch
 from jobs.assets.shapes import caption, random_scene
 from jobs.assets.videos import render_all, write_video
 from qwen_ray.config import preset
-from qwen_ray.engines.protocol import CaptionRequest
+from qwen_ray.engines.protocol import CaptionRequest, Medium
 from qwen_ray.media.decode import decode_clip
 
 PROMPT = "Describe the video."
@@ -37,4 +37,4 @@ def _filmed(folder: Path, seed: int, size: tuple[int, int], model: str) -> tuple
 
 def request(clip_id: str, frames_THWC: np.ndarray, times_s: list[float]) -> CaptionRequest:
     """A request with the prompt of the tiny preset."""
-    return CaptionRequest(clip_id, np.ascontiguousarray(frames_THWC), tuple(times_s), PROMPT)
+    return CaptionRequest(clip_id, (Medium(np.ascontiguousarray(frames_THWC), tuple(times_s)),), PROMPT)

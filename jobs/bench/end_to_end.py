@@ -149,24 +149,25 @@ def run(job: qwen_ray.JobConfig, trace: Path) -> tuple[dict[str, float], list[tu
 def read_trace(folder: Path, engine: str) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
     """The batches of all engines of a kind in order, and the profile of one."""
     lines = [json.loads(line) for path in folder.glob(f"{engine}-*.jsonl") for line in path.read_text().splitlines()]
-    batches = sorted((line for line in lines if line["event"] == "batch"), key=lambda line: float(line["began"]))
+    batches = sorted((line for line in lines if line["event"] == "work"), key=lambda line: float(line["began"]))
     return batches, next((line for line in lines if line["event"] == "kernels"), None)
 
 
 def steady(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """From the end of the first batch to the end of the last: rows a second, share of time at work, rows a batch."""
-    if len(batches) < 2:
+    """From the first answer to the last: answers a second, share of time at work, rows of a piece of work."""
+    first = next((k for k, batch in enumerate(batches) if batch["answered"]), len(batches))
+    later = batches[first + 1 :]
+    if not later:
         return {"batches": len(batches)}
-    began, ended = batches[0]["ended"], batches[-1]["ended"]
-    later = batches[1:]
+    began, ended = batches[first]["ended"], batches[-1]["ended"]
     busy_s = sum(batch["ended"] - batch["began"] for batch in later)
     return {
         "batches": len(batches),
         "from_to": [began, ended],
         "seconds": ended - began,
-        "rows_per_s": sum(batch["size"] for batch in later) / (ended - began),
+        "rows_per_s": sum(batch["answered"] for batch in later) / (ended - began),
         "busy_share": busy_s / (ended - began),
-        "mean_batch": statistics.mean(batch["size"] for batch in later),
+        "mean_batch": statistics.mean(batch["rows"] for batch in later),
     }
 
 

@@ -16,7 +16,7 @@ import torch
 
 from qwen_ray.config import JobConfig, from_dict
 from qwen_ray.engines import build
-from qwen_ray.engines.protocol import Caption, CaptionEngine, CaptionRequest
+from qwen_ray.engines.protocol import Caption, CaptionEngine, CaptionRequest, Medium
 from qwen_ray.media.sampling import frame_size
 
 FRAME_EVERY_S = 0.75
@@ -39,7 +39,9 @@ class Load:
         frames = [self._draw.integers(0, 256, self.shape, dtype=np.uint8) for _ in range(count)]
         times = tuple(FRAME_EVERY_S * k for k in range(self.shape[0]))
         started = time.monotonic()
-        asked = [engine.submit(CaptionRequest(str(k), one, times, self._prompt)) for k, one in enumerate(frames)]
+        asked = [
+            engine.submit(CaptionRequest(str(k), (Medium(one, times),), self._prompt)) for k, one in enumerate(frames)
+        ]
         answers = [answer.result() for answer in asked]
         return time.monotonic() - started, answers
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -111,12 +112,13 @@ class Batcher(Generic[Request, Answer]):
 
     def _try(self, batch: list[_Waiting[Request, Answer]]) -> Exception | None:
         """Answer a batch in one call, or return what went wrong, less the traceback that holds the call's tensors."""
+        began = time.time()
         try:
-            with self._trace.batch(len(batch)):
-                answers = self._model([waiting.request for waiting in batch])
+            answers = self._model([waiting.request for waiting in batch])
         except Exception as error:  # noqa: BLE001  whatever one request causes must not fail its neighbours
             error.__context__ = error.__cause__ = None
             return error.with_traceback(None)
+        self._trace.work("batch", began, len(batch), len(batch))
         for waiting, answer in zip(batch, answers, strict=True):
             waiting.answer.set_result(answer)
         return None

@@ -9,7 +9,7 @@ from typing import Any
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines import generation, models, weights
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
-from qwen_ray.engines.qwen_vl.family import FAMILIES
+from qwen_ray.engines.qwen_vl.family import FAMILIES, PAGED
 from qwen_ray.errors import ConfigError
 
 WHISPER_SIZES = (
@@ -25,10 +25,22 @@ def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) ->
         from qwen_ray.engines.fake import FakeCaptionEngine
 
         return FakeCaptionEngine(config.model)
+    _hold_to(config.num_gpus, cuda=cuda)
+    if not is_paged(config, model):
+        from qwen_ray.engines.qwen_vl.generate import GenerateEngine
+
+        return GenerateEngine(config, weights.local(model), cuda=cuda)
     from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
 
-    _hold_to(config.num_gpus, cuda=cuda)
     return QwenVLEngine(config, weights.local(model), cuda=cuda)
+
+
+def is_paged(config: CaptionConfig, model: models.Model) -> bool:
+    """Whether the fast engine runs a model: one GPU, and layers that all keep keys and values of every token."""
+    stated = models.read_json(model, "config.json") or {}
+    text = stated.get("text_config") or stated
+    others = set(text.get("layer_types") or ()) - {"full_attention"} or text.get("use_sliding_window")
+    return stated.get("model_type") in PAGED and config.num_gpus <= 1 and not others
 
 
 def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> SpeechEngine:

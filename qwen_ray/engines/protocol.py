@@ -17,34 +17,81 @@ import numpy.typing as npt
 
 
 @dataclass(frozen=True, slots=True)
+class Medium:
+    """A clip, or a still image.
+
+    Attributes:
+        frames_THWC: uint8 RGB, H and W multiples of the model's patch size times its merge size; T even, or 1 for an
+            image.
+        frame_times_s: T times in seconds from the start of the clip, not decreasing; empty for an image. The first
+            frame of a clip may have come on screen a moment before its start.
+    """
+
+    frames_THWC: npt.NDArray[np.uint8]
+    frame_times_s: tuple[float, ...] = ()
+
+    @property
+    def kind(self) -> Literal["image", "video"]:
+        """What the model is told that it sees."""
+        return "video" if self.frame_times_s else "image"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the tokens of one answer are chosen.
+
+    Attributes:
+        max_new_tokens: most tokens of the answer.
+        temperature: 0 takes the likeliest token; above, draws.
+        top_p: nucleus bound of a draw; 1 is none.
+        top_k: likeliest tokens to draw from; 0 is all.
+        repetition_penalty: 1 is none (`RepetitionPenaltyLogitsProcessor` of transformers: over prompt and answer).
+        seed: of a draw, with the request's `clip_id`.
+        stop_token_ids: which tokens end the answer; None takes the checkpoint's, empty lets it run to its full length.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+    stop_token_ids: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class CaptionRequest:
-    """One question, about one clip or about none.
+    """One question about clips and images, or about none.
 
     Attributes:
         clip_id: id of the clip; also the key of its random draw when sampling.
-        frames_THWC: uint8 RGB, T even, H and W multiples of the model's patch size times its merge size; None for a
-            question that is only text.
-        frame_times_s: T times in seconds from the start of the clip, not decreasing. The first frame of a clip may have
-            come on screen a moment before its start.
+        media: what is shown, in order, before the question.
         prompt: what the model is asked.
         system_prompt: system message; empty leaves the checkpoint's own.
+        sampling: how this answer is chosen; None is the engine's configuration.
     """
 
     clip_id: str
-    frames_THWC: npt.NDArray[np.uint8] | None
-    frame_times_s: tuple[float, ...]
+    media: tuple[Medium, ...]
     prompt: str
     system_prompt: str = ""
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """An engine's answer. `finish_reason` is `stop` (the model ended it) or `length` (cut at `max_new_tokens`)."""
+    """An engine's answer.
+
+    Attributes:
+        finish_reason: `stop` (the model ended it) or `length` (cut at `max_new_tokens`).
+        flags: what happened on the way that a reader of the row should know.
+    """
 
     text: str
     finish_reason: Literal["stop", "length"]
     num_prompt_tokens: int
     num_output_tokens: int
+    flags: tuple[str, ...] = ()
 
 
 class CaptionEngine(Protocol):

@@ -1,7 +1,7 @@
 """When an engine works and when it waits, for benchmarks; switched off unless `QWEN_RAY_TRACE` names a folder.
 
-Each batch becomes a JSON line in FOLDER/NAME-PID.jsonl. On a GPU the kernels of one batch, from its start to the start
-of the next, are recorded as well: utilisation as the driver reports it is near 100 % whenever anything runs at all,
+Each piece of work becomes a JSON line in FOLDER/NAME-PID.jsonl. On a GPU the kernels of some seconds are recorded as
+well: utilisation as the driver reports it is near 100 % whenever anything runs at all,
 and says nothing about how much of the time kernels run.
 """
 
@@ -19,8 +19,10 @@ from typing import Any
 import torch
 
 VARIABLE = "QWEN_RAY_TRACE"
-PROFILED_BATCH = 3
-"""The first ones load kernels and grow the memory pool."""
+PROFILED_FROM = 2
+"""Work before loads kernels and grows the memory pool."""
+PROFILED_S = 5.0
+"""Least length of the profile; it ends with the piece of work that is going on then."""
 TOP_KERNELS = 12
 
 
@@ -34,21 +36,24 @@ class Trace:
         self._profiler: Any = None
         self._profiled_from = 0.0
 
-    @contextmanager
-    def batch(self, size: int) -> Iterator[None]:
-        """Around the work on one batch."""
+    def work(self, kind: str, began: float, rows: int, answered: int) -> None:
+        """Note a piece of work that ends now.
+
+        Args:
+            kind: `batch`; or of an engine that works step by step, `prompt` or `decode`.
+            began: unix time.
+            rows: requests that it was about.
+            answered: requests that have their answer with it.
+        """
         if self._path is None:
-            yield
             return
-        self._end_profile()
+        line = {"event": "work", "kind": kind, "began": began, "ended": time.time(), "rows": rows}
+        self._write(line | {"answered": answered})
         self._count += 1
-        if self._count == PROFILED_BATCH and torch.cuda.is_available():
+        if self._count == PROFILED_FROM and torch.cuda.is_available():
             self._begin_profile()
-        began = time.time()
-        try:
-            yield
-        finally:
-            self._write({"event": "batch", "began": began, "ended": time.time(), "size": size})
+        elif self._profiler is not None and time.time() - self._profiled_from >= PROFILED_S:
+            self._end_profile()
 
     def _begin_profile(self) -> None:
         from torch.profiler import ProfilerActivity, profile
@@ -58,9 +63,7 @@ class Trace:
         self._profiled_from = time.time()
 
     def _end_profile(self) -> None:
-        """At the start of the batch after, so that waiting for it counts as time without kernels."""
-        if self._profiler is None:
-            return
+        """At the end of a piece of work, so that waiting for it counts as time without kernels."""
         torch.cuda.synchronize()
         window_s = time.time() - self._profiled_from
         self._profiler.stop()
@@ -80,6 +83,35 @@ class Trace:
         assert self._path is not None
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+
+
+class Laps:
+    """How long a GPU works on what, by its own clock. Switched off, it costs nothing."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    @contextmanager
+    def lap(self, name: str) -> Iterator[None]:
+        """Around what is sent to the GPU under one name."""
+        if not self.is_on:
+            yield
+            return
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        yield
+        end.record()
+        self._events.append((name, begin, end))
+
+    def seconds(self) -> dict[str, float]:
+        """By name, of all laps so far; waits for the GPU."""
+        torch.cuda.synchronize()
+        total: Counter[str] = Counter()
+        for name, begin, end in self._events:
+            total[name] += begin.elapsed_time(end) / 1000
+        self._events.clear()
+        return dict(total)
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:

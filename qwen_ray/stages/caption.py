@@ -12,7 +12,7 @@ import pyarrow as pa
 from qwen_ray.config import CaptionConfig
 from qwen_ray.engines.build import caption_engine
 from qwen_ray.engines.models import Model
-from qwen_ray.engines.protocol import Caption, CaptionRequest
+from qwen_ray.engines.protocol import Caption, CaptionRequest, Medium
 from qwen_ray.errors import EngineError, RowError
 from qwen_ray.guards import caption_flags
 from qwen_ray.prompts import Prompt, fill
@@ -75,7 +75,8 @@ class CaptionStage:
             refused.set_exception(error)
             return refused
         key = row.item_id if prompt == self._config.prompts[0] else f"{row.item_id}:{prompt.name}"
-        return self._engine.submit(CaptionRequest(key, row.frames_THWC, times, text, system))
+        media = () if row.frames_THWC is None else (Medium(row.frames_THWC, times),)
+        return self._engine.submit(CaptionRequest(key, media, text, system))
 
     def _summarise(self, row: Row) -> dict[str, Any]:
         """The columns of a video's summary, from `captions`: (start, end, text) of its clips in order."""
@@ -105,7 +106,7 @@ def _answer(prompt: Prompt, got: Future[Caption]) -> dict[str, Any]:
         os._exit(1)  # the process is broken: Ray starts another and runs the rows in flight again
     return row | {
         "caption": caption.text,
-        "flags": caption_flags(caption.text, prompt.text, prompt.script),
+        "flags": [*caption.flags, *caption_flags(caption.text, prompt.text, prompt.script)],
         "finish_reason": caption.finish_reason,
         "num_prompt_tokens": caption.num_prompt_tokens,
         "num_output_tokens": caption.num_output_tokens,

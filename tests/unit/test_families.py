@@ -9,8 +9,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from qwen_ray.config import CaptionConfig, preset
 from qwen_ray.engines import build
-from qwen_ray.engines.protocol import CaptionRequest
-from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
+from qwen_ray.engines.protocol import CaptionRequest, Medium
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.scenes import filmed
 
@@ -25,7 +24,7 @@ STATISTICS = {
 def family(request, tmp_path_factory):
     folder = write_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
     config = CaptionConfig(model=str(folder), max_new_tokens=NEW_TOKENS, batch_size=8)
-    engine = QwenVLEngine(config, build.resolve(config), cuda=False)
+    engine = build.caption_engine(config, build.resolve(config), cuda=False)
     yield request.param, folder, engine
     engine.close()
 
@@ -38,8 +37,13 @@ def _requests(family):
         size = (2 * (k % 3 + 1), unit * (1 + k % 2), unit * (2 + k % 3), 3)
         times_s = tuple(round(0.7 * j * (1 + k % 4) + 0.005 * j**2, 3) for j in range(size[0]))
         frames_THWC = draw.integers(0, 256, size, dtype=np.uint8)
-        requests.append(CaptionRequest(str(k), frames_THWC, times_s, "Describe the video." + " really" * k))
+        requests.append(CaptionRequest(str(k), (Medium(frames_THWC, times_s),), "Describe the video." + " really" * k))
     return requests
+
+
+def _at(request, times_s):
+    """The clip of a request, its frames at other times."""
+    return Medium(request.media[0].frames_THWC, tuple(times_s))
 
 
 def _by_definition(frames_THWC, patch, mean, std):
@@ -61,9 +65,9 @@ def _inputs(family, tokenizer, request, system="<|im_start|>system\nYou are a he
     """What `generate()` takes, put together as the model cards describe it."""
     is_2_5 = family == "qwen2_5_vl"
     mean, std = STATISTICS["qwen2_5_vl" if is_2_5 else "qwen3"]
-    pixels, grid = _by_definition(request.frames_THWC, 14 if is_2_5 else 16, mean, std)
+    pixels, grid = _by_definition(request.media[0].frames_THWC, 14 if is_2_5 else 16, mean, std)
     pads = "<|video_pad|>" * (grid[1] * grid[2] // 4)
-    times = request.frame_times_s
+    times = request.media[0].frame_times_s
     if is_2_5:
         video = pads * grid[0]
     else:
@@ -102,7 +106,7 @@ def test_tokens_equal_transformers_generate_in_any_batch(family):
     wanted = dict(zip((r.clip_id for r in requests), _generated(name, folder, requests), strict=True))
     assert len(set(wanted.values())) == len(wanted), "every clip should have its own answer"
     for seed in range(3):
-        text_only = [CaptionRequest(f"t{seed}", None, (), "Say something.")]
+        text_only = [CaptionRequest(f"t{seed}", (), "Say something.")]
         mixed = random.Random(seed).sample(requests + text_only, len(requests) + 1)
         answers = [(one.clip_id, engine.submit(one)) for one in mixed]
         got = {clip_id: answer.result().text for clip_id, answer in answers}
@@ -111,7 +115,7 @@ def test_tokens_equal_transformers_generate_in_any_batch(family):
 
 def test_a_text_is_answered_the_same_after_a_video_as_before(family):
     _, _, engine = family
-    text = CaptionRequest("t", None, (), "These are captions of clips. What does the whole video show?")
+    text = CaptionRequest("t", (), "These are captions of clips. What does the whole video show?")
     before = engine.submit(text).result()
     engine.submit(_requests(family[0])[2]).result()
     assert engine.submit(text).result() == before
@@ -122,7 +126,7 @@ def _uneven(name):
     unit = 28 if name == "qwen2_5_vl" else 32
     frames_THWC = np.random.default_rng(3).integers(0, 256, (12, unit, 2 * unit, 3), dtype=np.uint8)
     times_s = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 6.0, 9.0, 15.0, 22.0, 30.0)
-    return CaptionRequest("uneven", frames_THWC, times_s, "Describe the video.")
+    return CaptionRequest("uneven", (Medium(frames_THWC, times_s),), "Describe the video.")
 
 
 def test_uneven_times_are_told_one_by_one(family):
@@ -143,7 +147,7 @@ def test_uneven_times_are_told_one_by_one(family):
     pads = (ids == tokenizer.convert_tokens_to_ids("<|video_pad|>")).nonzero()[:, 0].tolist()
     places = [[k, k, k] for k in range(pads[0])]
     for patch in range(6):
-        tick = int(request.frame_times_s[2 * patch] * rate)
+        tick = int(request.media[0].frame_times_s[2 * patch] * rate)
         places += [[pads[0] + tick, pads[0], pads[0] + column] for column in range(2)]
     places += [[pads[0] + 2 + k] * 3 for k in range(len(ids) - pads[-1] - 1)]
     axes = torch.tensor(places).T[:, None]
@@ -151,7 +155,7 @@ def test_uneven_times_are_told_one_by_one(family):
     with torch.inference_mode():
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)
     assert got == tokenizer.decode(tokens[0, len(ids) :], skip_special_tokens=True).strip()
-    even = CaptionRequest("even", request.frames_THWC, tuple(30 / 11 * k for k in range(12)), request.prompt)
+    even = CaptionRequest("even", (_at(request, [30 / 11 * k for k in range(12)]),), request.prompt)
     assert engine.submit(even).result().text != got
 
 
@@ -159,7 +163,7 @@ def test_true_times_reach_the_model(family):
     """The same pictures at other times are another prompt, or at least other positions."""
     name, _, engine = family
     request = _requests(name)[5]
-    late = CaptionRequest("late", request.frames_THWC, tuple(9 * t for t in request.frame_times_s), request.prompt)
+    late = CaptionRequest("late", (_at(request, [9 * t for t in request.media[0].frame_times_s]),), request.prompt)
     assert engine.submit(late).result().text != engine.submit(request).result().text
 
 
@@ -171,7 +175,7 @@ def test_trained_models_say_what_generate_says_and_what_is_true(name, family, mo
     model = build.resolve(config)
     scenes = filmed(tmp_path, 30, model=name)
     requests = [request for request, _ in scenes]
-    engine = QwenVLEngine(config, model, cuda=False)
+    engine = build.caption_engine(config, model, cuda=False)
     answers = [engine.submit(request) for request in requests]
     got = [answer.result().text for answer in answers]
     engine.close()

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qwen_ray.engines.qwen_vl.family import CLIP_MEAN, CLIP_STD, FAMILIES, HALF, patch_times
-from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
+from qwen_ray.engines.qwen_vl.preprocess import Patching, patchify, second_per_grid
 
 QWEN2_5 = Patching(14, 2, 2, CLIP_MEAN, CLIP_STD)
 QWEN3 = Patching(16, 2, 2, HALF, HALF)
@@ -47,12 +47,6 @@ def test_token_counts_of_known_clips():
 )
 def test_the_time_step_comes_from_true_times_and_ignores_padding(times_s, seconds):
     assert second_per_grid(times_s) == pytest.approx(seconds)
-
-
-def test_prompts_are_padded_on_the_left():
-    ids_BL, mask_BL = left_pad([[5, 6, 7], [8]], pad=0)
-    assert ids_BL.tolist() == [[5, 6, 7], [0, 0, 8]]
-    assert mask_BL.tolist() == [[1, 1, 1], [0, 0, 1]]
 
 
 def test_qwen3_reads_the_time_of_every_pair_of_frames_and_qwen2_5_none():

@@ -38,7 +38,8 @@ def _ask(engine, requests):
 
 
 def _right(engine, scenes, change=lambda frames_THWC: frames_THWC):
-    changed = [request(one.clip_id, change(one.frames_THWC), list(one.frame_times_s)) for one, _ in scenes]
+    clips = [(one.clip_id, one.media[0]) for one, _ in scenes]
+    changed = [request(name, change(clip.frames_THWC), list(clip.frame_times_s)) for name, clip in clips]
     return sum(got.text == truth for got, (_, truth) in zip(_ask(engine, changed), scenes, strict=True))
 
 
@@ -105,7 +106,7 @@ def test_counts_and_reasons_of_ending(engine, scenes):
     caption = _ask(engine, [one])[0]
     assert caption.finish_reason == "stop"
     assert caption.num_output_tokens >= len(truth.split())
-    t, h, w, _ = one.frames_THWC.shape
+    t, h, w, _ = one.media[0].frames_THWC.shape
     assert caption.num_prompt_tokens > t // 2 * (h // 28) * (w // 28)
 
 

@@ -17,7 +17,7 @@ def test_batches_are_written_down_where_a_folder_is_named(tmp_path, monkeypatch)
     (path,) = tmp_path.iterdir()
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert path.name.startswith("doubler-")
-    assert [line["event"] for line in lines] == ["batch"] * 3
+    assert [line["event"] for line in lines] == ["work"] * 3
     assert all(line["began"] <= line["ended"] for line in lines)
 
 

@@ -1,176 +1,306 @@
-"""Any checkpoint of `family.FAMILIES` through transformers' `generate()`, batched, on CPU and CUDA.
+"""The caption engine: continuous batching over a paged cache, for Qwen2.5-VL and Qwen3-VL.
 
-Prompts are padded on the left, which leaves every caption the same as if it had been asked alone.
+    submit()  any thread: tokens, positions, pinned pixels         Sequence: waiting
+                 |
+      step()     v        the engine's own thread, over and over
+    +------------------+  Scheduler: a slot and pages for those that wait; a prompt step or a decode step?
+    | schedule         |
+    | encode   prompt: |  VisionTower: pixels -> features, all clips of the step at once     Sequence: reading
+    | launch           |  LanguageModel: packed stretches of prompts, or one token of every answer -> logits -> tokens
+    | collect          |  tokens of the step BEFORE come to the CPU: stop? full length?      Sequence: answering
+    +------------------+
+                 |
+              Future[Caption]
+
+A step is sent to the GPU before the tokens of the one before are looked at, so the GPU never waits for the CPU: a token
+is chosen on the GPU, stays there as the next step's input, and its copy arrives one step later. An answer that has
+ended therefore costs one token more, which is thrown away. On the CPU the same code runs step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, cast
+from hashlib import blake2b
 
+import numpy as np
 import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer, GenerationConfig, LogitsProcessorList
-from transformers.utils import logging as transformers_logging
 
 from qwen_ray.config import CaptionConfig
-from qwen_ray.engines.batching import Batcher
-from qwen_ray.engines.generation import settle
-from qwen_ray.engines.models import Model, read_json
+from qwen_ray.engines.batching import breaks_process
+from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Caption, CaptionRequest
-from qwen_ray.engines.qwen_vl.family import FAMILIES, VIDEO_PAD, Family
-from qwen_ray.engines.qwen_vl.positions import is_uneven, true_positions
-from qwen_ray.engines.qwen_vl.preprocess import Patching, left_pad, patchify, second_per_grid
-from qwen_ray.engines.qwen_vl.sampling import SeededSampling
-from qwen_ray.errors import ResourceError
-from qwen_ray.prompts import messages
+from qwen_ray.engines.qwen_vl import memory
+from qwen_ray.engines.qwen_vl.cache import Pages, page_digests
+from qwen_ray.engines.qwen_vl.loading import load
+from qwen_ray.engines.qwen_vl.runner import Runner
+from qwen_ray.engines.qwen_vl.sampling import streams
+from qwen_ray.engines.qwen_vl.scheduler import Scheduler, Sequence, Stretch, Work
+from qwen_ray.engines.trace import Trace
+from qwen_ray.errors import EngineError, RequestError, ResourceError, RowError
+
+log = logging.getLogger(__name__)
+HEALTHY_STEPS = 64
+"""Prompt steps without trouble after which a budget that memory had halved doubles again."""
+MEMORY_FLAG = "memory_short"
 
 
 @dataclass(frozen=True, slots=True)
-class _Prompt:
-    """A request with its tokens."""
+class Statistics:
+    """What the engine has done since it started.
 
-    request: CaptionRequest
-    token_ids: list[int]
+    Attributes:
+        num_prompt_tokens: of all prompts that were admitted; `num_reused_tokens` of them were in the cache.
+        num_media_reused: pictures whose features were at hand.
+        num_disturbed: times that a sequence gave its pages to another and was read again.
+        num_shrunk: times that memory ran out and a step was made smaller.
+    """
+
+    num_prompt_steps: int
+    num_decode_steps: int
+    num_prompt_tokens: int
+    num_reused_tokens: int
+    num_media_reused: int
+    num_disturbed: int
+    num_shrunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    """Tokens on their way: of each sequence, with the slot that it had."""
+
+    owners: tuple[tuple[Sequence, int], ...]
+    tokens: Callable[[], list[int]]
 
 
 class QwenVLEngine:
-    """A `CaptionEngine` over one model in this process."""
+    """A `CaptionEngine` over one model in this process.
+
+    Attributes:
+        on_step: told the clip ids that the step about to be sent off works on.
+        plan: what memory is for.
+        runner: the model on its device.
+    """
 
     def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
-        self._config = settle(config, read_json(model, "generation_config.json"))
-        self._device = torch.device("cuda" if cuda else "cpu")
-        dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
-        if not cuda:
-            torch.set_num_threads(max(1, round(config.num_cpus)))
-        transformers_logging.disable_progress_bar()
-        self._tokenizer = AutoTokenizer.from_pretrained(model.location)
-        # "auto" spreads a model that needs several GPUs over all that this process was given, layer by layer.
-        network = AutoModelForImageTextToText.from_pretrained(
-            model.location, dtype=dtype, attn_implementation="sdpa", device_map="auto" if cuda else None
-        )
-        self._model: Any = network.eval()
-        self._family = FAMILIES[self._model.config.model_type]
-        self._patching = _patching(model, self._family, self._model.config.vision_config)
-        self._video_pad_id = int(self._tokenizer.convert_tokens_to_ids(VIDEO_PAD))
-        self._generation = _generation(self._config, self._model.generation_config, self._tokenizer)
-        self._model.generation_config = self._generation  # ours alone: defaults of the checkpoint must not seep in
-        self.precision = str(dtype).removeprefix("torch.")
-        self._batcher = Batcher(self._generate, _describe, batch_size=config.batch_size, name="qwen-vl")
+        self._checkpoint = load(config, model, device_map="cuda:0" if cuda else "cpu")
+        self.runner = Runner(self._checkpoint, config, cuda=cuda)
+        with torch.inference_mode():
+            self.plan = memory.plan(self.runner, config)
+            self.runner.start(self.plan)
+        self._scheduler = Scheduler(Pages(self.plan.num_pages), config.batch_size, self.plan.budget)
+        self.precision = self._checkpoint.precision
+        self.on_step: Callable[[Many[str]], None] | None = None
+        self._reuse = config.reuse
+        self._in_flight: _InFlight | None = None
+        self._num_prompt_steps = self._num_decode_steps = self._num_prompt_tokens = 0
+        self._num_disturbed = self._num_shrunk = self._healthy = 0
+        self._trace = Trace("qwen-vl")
+        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
+        self._closing = False
+        self._broken: EngineError | None = None
+        self._thread = threading.Thread(target=self._serve, name="qwen-vl", daemon=True)
+        self._thread.start()
 
     def submit(self, request: CaptionRequest) -> Future[Caption]:
-        """See `CaptionEngine.submit`."""
-        prompt = _Prompt(request, self._tokenize(request))
-        num_tokens, num_new = len(prompt.token_ids), self._config.max_new_tokens
-        context = int(self._model.config.text_config.max_position_embeddings)
-        if num_tokens + num_new <= context:
-            return self._batcher.submit(prompt)
-        what = f"{num_tokens} prompt tokens + {num_new} new ones exceed the model's context of {context}"
-        refused: Future[Caption] = Future()
-        refused.set_exception(ResourceError("too_long", f"{what}; lower decode.num_frames or decode.max_pixels"))
-        return refused
+        """See `CaptionEngine.submit`. Cancelling the future frees what the request holds."""
+        try:
+            sequence = self._sequence(request)
+        except RowError as error:
+            refused: Future[Caption] = Future()
+            refused.set_exception(error)
+            return refused
+        self._inbox.put(sequence)
+        return sequence.answer
 
     def close(self) -> None:
         """See `CaptionEngine.close`."""
-        self._batcher.close()
+        self._inbox.put(None)
+        self._thread.join()
+        self.runner.stop()
 
-    def _tokenize(self, request: CaptionRequest) -> list[int]:
-        frames_THWC = request.frames_THWC
-        text = self._tokenizer.apply_chat_template(
-            messages(request.prompt, request.system_prompt, video=frames_THWC is not None),
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=False,  # Qwen3.5's template would have it think aloud; others do not know the word
+    def statistics(self) -> Statistics:
+        """What has been done so far."""
+        return Statistics(
+            num_prompt_steps=self._num_prompt_steps,
+            num_decode_steps=self._num_decode_steps,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_reused_tokens=self._scheduler.num_reused,
+            num_media_reused=self.runner.num_media_reused,
+            num_disturbed=self._num_disturbed,
+            num_shrunk=self._num_shrunk,
         )
-        if frames_THWC is not None:
-            size = cast(tuple[int, int, int], frames_THWC.shape[:3])
-            video = self._family.placeholders(request.frame_times_s, size, self._patching)
-            text = text.replace(VIDEO_PAD, video, 1)
-        return cast(list[int], self._tokenizer(text)["input_ids"])
 
-    def _generate(self, batch: list[_Prompt]) -> list[Caption]:
-        inputs = self._inputs(batch)
-        config = self._config
-        processors = LogitsProcessorList()
-        if config.temperature:
-            keys = [prompt.request.clip_id for prompt in batch]
-            processors.append(SeededSampling(keys, config))
-        with torch.inference_mode():
-            tokens_BL = self._model.generate(**inputs, generation_config=self._generation, logits_processor=processors)
-        new_BL = tokens_BL[:, inputs["input_ids"].shape[1] :].tolist()
-        return [self._caption(prompt, new) for prompt, new in zip(batch, new_BL, strict=True)]
+    def _sequence(self, request: CaptionRequest) -> Sequence:
+        checkpoint = self._checkpoint
+        prompt = checkpoint.prompter.read(request)
+        sampling = request.sampling or checkpoint.sampling
+        checkpoint.check_length(len(prompt.token_ids_L), sampling.max_new_tokens, self.plan.num_tokens)
+        names, digests = [b""] * len(prompt.grids), list[bytes]()
+        if self._reuse:
+            frames = [np.ascontiguousarray(medium.frames_THWC) for medium in request.media]
+            names = [blake2b(str(one.shape).encode() + one.data, digest_size=16).digest() for one in frames]
+            counts = [t * h * w // checkpoint.patching.merge**2 for t, h, w in prompt.grids]
+            media = list(zip(counts, names, strict=True))
+            digests = page_digests(prompt.token_ids_L, prompt.positions_3L, prompt.media_L, media)
+        pixels = [self.runner.pin(medium.frames_THWC) for medium in request.media]
+        stream = int(streams(sampling.seed, [request.clip_id])[0])
+        return Sequence(request, prompt, sampling, checkpoint.stops(sampling), pixels, digests, names, stream)
 
-    def _inputs(self, batch: list[_Prompt]) -> dict[str, torch.Tensor]:
-        ids_BL, mask_BL = left_pad([prompt.token_ids for prompt in batch], cast(int, self._generation.pad_token_id))
-        inputs = {
-            "input_ids": ids_BL,
-            "attention_mask": mask_BL,
-            # 2 marks video; without it transformers falls back to one-dimensional positions and says nothing
-            "mm_token_type_ids": (ids_BL == self._video_pad_id) * 2,
-            **self._videos([prompt.request for prompt in batch if prompt.request.frames_THWC is not None]),
-        }
-        inputs = {name: tensor.to(self._device) for name, tensor in inputs.items()}
-        uneven = [self._uneven_times(prompt.request) for prompt in batch]
-        return inputs | (true_positions(self._model.model, inputs, uneven) if any(uneven) else {})
+    @torch.inference_mode()  # type: ignore[untyped-decorator]
+    def _serve(self) -> None:
+        while self._listen():
+            try:
+                self.step()
+            except Exception as error:  # noqa: BLE001  the thread must answer everything, whatever happens
+                self._break(EngineError(f"the caption engine failed: {type(error).__name__}: {error}"))
 
-    def _uneven_times(self, request: CaptionRequest) -> Sequence[float] | None:
-        """The frames' times, where this family must be told each of them."""
-        times = request.frame_times_s
-        if request.frames_THWC is None or self._family.timestamps:
+    def _listen(self) -> bool:
+        """Take what has come in, waiting where there is nothing else to do; False at the end."""
+        while True:
+            idle = self._scheduler.is_idle and self._in_flight is None
+            if self._closing and idle:
+                return False
+            try:
+                sequence = self._inbox.get(block=idle)
+            except queue.Empty:
+                return True
+            if sequence is None:
+                self._closing = True
+            elif self._broken is not None:
+                _fail(sequence, self._broken)
+            else:
+                self._num_prompt_tokens += sequence.num_prompt
+                self._scheduler.waiting.append(sequence)
+
+    def step(self) -> None:
+        """One turn of the machine."""
+        began = time.time()
+        self._scheduler.drop_cancelled()
+        self._make_room()
+        work = self._scheduler.next()
+        launched = self._launch(work)
+        answered = self._collect()
+        self._in_flight = launched
+        kind = "prompt" if work.stretches else "decode"
+        self._trace.work(kind, began, len(work.stretches or work.answering), answered)
+
+    def _make_room(self) -> None:
+        """Where answers cannot go on for want of pages, have the youngest sequences start again later."""
+        while self._scheduler.must_make_room:
+            if self._in_flight is not None:
+                self._collect()
+                continue
+            self._scheduler.put_back(self._scheduler.youngest())
+            self._num_disturbed += 1
+
+    def _launch(self, work: Work) -> _InFlight | None:
+        """Send a step off; where it fails, see to it that what failed is found and the rest goes on."""
+        sequences = [*(stretch.sequence for stretch in work.stretches), *work.answering]
+        if not sequences:
             return None
-        rate = float(self._model.config.vision_config.tokens_per_second)
-        return times if is_uneven(times, second_per_grid(times), rate) else None
+        if self.on_step is not None:
+            self.on_step([sequence.request.clip_id for sequence in sequences])
+        try:
+            tokens = self.runner.read(work.stretches) if work.stretches else self.runner.decode(work.answering)
+        except Exception as error:  # noqa: BLE001  whatever one request causes must not fail its neighbours
+            error.__context__ = error.__cause__ = None
+            self._recover(work, error.with_traceback(None))
+            return None
+        self._scheduler.advance(work)
+        self._num_prompt_steps += bool(work.stretches)
+        self._num_decode_steps += bool(work.answering)
+        self._grow_back(work)
+        owners = [stretch.sequence for stretch in work.stretches if stretch.ends] + list(work.answering)
+        return _InFlight(tuple((one, one.slot) for one in owners), tokens)
 
-    def _videos(self, requests: Sequence[CaptionRequest]) -> dict[str, torch.Tensor]:
-        """Of the requests that have frames; nothing where none has."""
-        if not requests:
-            return {}
-        frames = [torch.from_numpy(request.frames_THWC).to(self._device) for request in requests]
-        inputs = {
-            "pixel_values_videos": torch.cat([patchify(f, self._patching) for f in frames]).to(self._model.dtype),
-            "video_grid_thw": torch.tensor([self._patching.grid(*f.shape[:3]) for f in frames]),
-        }
-        if not self._family.timestamps:
-            inputs["second_per_grid_ts"] = torch.tensor([second_per_grid(r.frame_times_s) for r in requests])
-        return inputs
+    def _recover(self, work: Work, error: Exception) -> None:
+        """After a step that failed: smaller steps where memory ran out, and else each sequence on its own."""
+        if breaks_process(error):
+            raise error
+        sequences = [*(stretch.sequence for stretch in work.stretches), *work.answering]
+        short = isinstance(error, torch.OutOfMemoryError)
+        if short:
+            self.runner.release_memory()
+        if short and self._shrink(work.stretches):
+            for sequence in sequences:
+                sequence.flags.add(MEMORY_FLAG)
+            return
+        log.warning("a step of %d requests failed (%s: %s)", len(sequences), type(error).__name__, error)
+        if len(sequences) > 1:
+            self._collect()
+            for sequence in reversed(sequences):
+                sequence.alone = True
+                if sequence.slot >= 0:
+                    self._scheduler.put_back(sequence)
+            return
+        (sequence,) = sequences
+        self._scheduler.free(sequence)
+        _fail(sequence, self._as_row_error(error, sequence))
 
-    def _caption(self, prompt: _Prompt, new_ids: list[int]) -> Caption:
-        ends = set(cast(list[int], self._generation.eos_token_id))
-        length = next((k for k, token in enumerate(new_ids) if token in ends), None)
-        kept = new_ids[:length]
-        text = self._tokenizer.decode(kept, skip_special_tokens=True).strip()
-        num_output = len(kept) + (length is not None)
-        return Caption(text, "length" if length is None else "stop", len(prompt.token_ids), num_output)
+    def _shrink(self, stretches: Many[Stretch]) -> bool:
+        """Halve the budget of prompt steps; False where it is as small as it gets."""
+        self._healthy = 0
+        if len(stretches) == 1 and self.runner.max_patches <= self.runner.patches_of(stretches[0].sequence):
+            return False
+        self._num_shrunk += 1
+        self._scheduler.budget = max(memory.LEAST_BUDGET, self._scheduler.budget // 2)
+        self.runner.max_patches = max(1, self.runner.max_patches // 2)
+        log.warning("out of memory: prompts are now read %d tokens at a time", self._scheduler.budget)
+        return True
+
+    def _grow_back(self, work: Work) -> None:
+        if not work.stretches or self._scheduler.budget >= self.plan.budget:
+            return
+        self._healthy += 1
+        if self._healthy >= HEALTHY_STEPS:
+            self._healthy = 0
+            self._scheduler.budget = min(self.plan.budget, 2 * self._scheduler.budget)
+            self.runner.max_patches = min(self.plan.max_patches, 2 * self.runner.max_patches)
+
+    def _collect(self) -> int:
+        """Hear what the step in flight gave, and answer those whose answers are whole; how many."""
+        arrived, self._in_flight = self._in_flight, None
+        if arrived is None:
+            return 0
+        answered = 0
+        for (sequence, slot), token in zip(arrived.owners, arrived.tokens(), strict=True):
+            if sequence.slot != slot:
+                continue  # answered or cancelled before
+            sequence.output.append(token)
+            stopped = token in sequence.stops
+            if stopped or len(sequence.output) == sequence.sampling.max_new_tokens:
+                self._scheduler.free(sequence)
+                flags = tuple(sorted(sequence.flags))
+                caption = self._checkpoint.caption(sequence.output, sequence.num_prompt, stopped=stopped, flags=flags)
+                answered += 1
+                if sequence.answer.set_running_or_notify_cancel():
+                    sequence.answer.set_result(caption)
+        return answered
+
+    def _as_row_error(self, error: Exception, sequence: Sequence) -> RowError:
+        what = sequence.prompt.describe(sequence.request)
+        if isinstance(error, torch.OutOfMemoryError):
+            return ResourceError("out_of_memory", f"{what} does not fit into GPU memory even alone")
+        return RequestError("engine_crashed", f"the model failed on {what}: {type(error).__name__}: {error}")
+
+    def _break(self, error: EngineError) -> None:
+        """Answer everything, now and from now on, with the error that broke the process."""
+        self._broken, self._in_flight = error, None
+        scheduler = self._scheduler
+        for sequence in [*scheduler.waiting, *scheduler.reading, *scheduler.answering]:
+            _fail(sequence, error)
+        scheduler.waiting.clear()
+        scheduler.reading.clear()
+        scheduler.answering.clear()
 
 
-def _patching(model: Model, family: Family, vision: Any) -> Patching:
-    """From the vision config, and the channel statistics from the preprocessor's file where the checkpoint has one."""
-    files = ("video_preprocessor_config.json", "preprocessor_config.json")
-    stated = next((found for name in files if (found := read_json(model, name))), {})
-    return Patching(
-        patch=vision.patch_size,
-        merge=vision.spatial_merge_size,
-        temporal=vision.temporal_patch_size,
-        mean=tuple(stated.get("image_mean", family.mean)),
-        std=tuple(stated.get("image_std", family.std)),
-    )
-
-
-def _generation(config: CaptionConfig, checkpoint: GenerationConfig, tokenizer: Any) -> GenerationConfig:
-    """Our settings with the checkpoint's special tokens, or the tokenizer's where it states none."""
-    stated = checkpoint.eos_token_id if checkpoint.eos_token_id is not None else tokenizer.eos_token_id
-    ends = stated if isinstance(stated, list) else [stated]
-    return GenerationConfig(
-        max_new_tokens=config.max_new_tokens,
-        do_sample=False,
-        repetition_penalty=config.repetition_penalty,
-        eos_token_id=ends,
-        pad_token_id=checkpoint.pad_token_id if checkpoint.pad_token_id is not None else ends[0],
-    )
-
-
-def _describe(prompt: _Prompt) -> str:
-    frames_THWC = prompt.request.frames_THWC
-    what = "a text" if frames_THWC is None else "a clip of " + "x".join(str(n) for n in frames_THWC.shape)
-    return f"{what} ({len(prompt.token_ids)} prompt tokens)"
+def _fail(sequence: Sequence, error: Exception) -> None:
+    if sequence.answer.set_running_or_notify_cancel():
+        sequence.answer.set_exception(error)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:  # it imports torch, which a driver need not have
     from qwen_ray.engines.qwen_vl.preprocess import Patching
 
 VIDEO_PAD = "<|video_pad|>"
+IMAGE_PAD = "<|image_pad|>"
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 """Channel statistics of OpenAI's CLIP, which every Qwen2.5-VL checkpoint uses (`preprocessor_config.json`)."""
@@ -70,3 +71,5 @@ FAMILIES = {
     "qwen3_5_moe": _QWEN3,
 }
 """By `model_type` of the checkpoint."""
+PAGED = ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""Those whose layers all keep keys and values of every token."""

@@ -1,51 +1,63 @@
-"""Time positions of unevenly sampled clips, for the family that takes time as positions (Qwen2.5-VL).
+"""Where every token of a prompt stands: M-RoPE's three axes, with true times.
 
-Its `second_per_grid_ts` states one interval for a whole clip, which cannot say that frames lie close together where the
-picture moves and far apart where it does not. There each patch's time position is set from its own time instead, in the
-model's unit, `tokens_per_second`; heights, widths and text stay where `get_rope_index` puts them.
+Text counts on along all axes at once. A medium spans a grid from where the text has come to; text goes on behind its
+larger side (`get_rope_index` of transformers 5.24). Qwen2.5-VL takes time as positions of that grid, Qwen3-VL in words.
+One interval for a whole clip, `second_per_grid_ts`, cannot say that frames lie close together where the picture moves
+and far apart where it does not; there each patch's position follows its own time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import torch
+import numpy as np
+import numpy.typing as npt
 
-
-def patch_starts(frame_times_s: Sequence[float], temporal: int = 2) -> list[float]:
-    """When each group of `temporal` frames begins, in seconds from the first, as `arange(T) * second_per_grid_ts`
-    counts them.
-    """
-    return [time_s - frame_times_s[0] for time_s in frame_times_s[::temporal]]
+from qwen_ray.engines.qwen_vl.preprocess import second_per_grid
 
 
-def is_uneven(frame_times_s: Sequence[float], seconds_per_grid: float, tokens_per_second: float) -> bool:
-    """Whether an even spacing would put a patch off by more than one position."""
-    starts_s = patch_starts(frame_times_s)
-    return any(abs(s - k * seconds_per_grid) * tokens_per_second > 1 for k, s in enumerate(starts_s))
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A stretch of pad tokens: a grid of `height` x `width` merged cells at each of `ticks` positions in time."""
+
+    ticks: tuple[int, ...]
+    height: int
+    width: int
 
 
-def true_positions(
-    model: Any, inputs: Mapping[str, torch.Tensor], times_s: Sequence[Sequence[float] | None]
-) -> dict[str, torch.Tensor]:
-    """`position_ids` for `generate()`, int64 [4, B, L] (text, time, height, width), with true times.
+def place(media_L: npt.NDArray[np.bool_], blocks: Sequence[Block]) -> npt.NDArray[np.int64]:
+    """positions_3L of a prompt.
 
     Args:
-        model: the multimodal module, whose `get_rope_index` places everything.
-        inputs: of `generate()`, padded on the left.
-        times_s: of each prompt its frames' times where they are uneven; None leaves the prompt as it is.
+        media_L: where pad tokens stand; as many as the blocks have cells.
+        blocks: in the order in which they stand.
     """
-    names = ("input_ids", "attention_mask", "mm_token_type_ids", "video_grid_thw", "second_per_grid_ts")
-    places_3BL, _ = model.get_rope_index(**{name: inputs[name] for name in names})
-    rate = model.config.vision_config.tokens_per_second
-    for row, times in enumerate(times_s):
-        if times is None:
-            continue
-        video_L = inputs["mm_token_type_ids"][row] == 2
-        starts = torch.tensor([int(s * rate + 1e-6) for s in patch_starts(times)], device=places_3BL.device)
-        begin = places_3BL[1, row][video_L][0]  # the first patch lies in row 0
-        places_3BL[0, row, video_L] = begin + starts.repeat_interleave(int(video_L.sum()) // len(starts))
-    text_BL = (inputs["attention_mask"].cumsum(-1) - 1).clamp_min(0)
-    model.rope_deltas = None  # of another batch; the places of new tokens follow from these
-    return {"position_ids": torch.cat([text_BL[None], places_3BL])}
+    positions_3L = np.empty((3, len(media_L)), np.int64)
+    reached, token = 0, 0  # position and index of the next token
+    pads = np.flatnonzero(media_L)
+    for block in blocks:
+        num_text = int(pads[0]) - token
+        positions_3L[:, token : token + num_text] = reached + np.arange(num_text)
+        reached, token = reached + num_text, int(pads[0])
+        axes = np.meshgrid(np.array(block.ticks), np.arange(block.height), np.arange(block.width), indexing="ij")
+        cells_3N = np.stack([axis.ravel() for axis in axes])
+        num_cells = cells_3N.shape[1]
+        positions_3L[:, token : token + num_cells] = reached + cells_3N
+        reached, token, pads = reached + max(block.height, block.width), token + num_cells, pads[num_cells:]
+    positions_3L[:, token:] = reached + np.arange(len(media_L) - token)
+    return positions_3L
+
+
+def ticks(frame_times_s: Sequence[float], tokens_per_second: float, temporal: int = 2) -> list[int]:
+    """Time positions of the groups of `temporal` frames of a clip, the first at 0.
+
+    Evenly spaced clips take `arange(T) * second_per_grid_ts * tokens_per_second` cut to whole numbers, in float32 as
+    transformers does; others `tokens_per_second` times each group's own begin.
+    """
+    starts_s = [time_s - frame_times_s[0] for time_s in frame_times_s[::temporal]]
+    interval = np.float32(second_per_grid(frame_times_s, temporal)) * np.float32(tokens_per_second)
+    even = np.arange(len(starts_s), dtype=np.float32) * interval
+    if all(abs(start_s * tokens_per_second - place) <= 1 for start_s, place in zip(starts_s, even, strict=True)):
+        return [int(place) for place in even]
+    return [int(start_s * tokens_per_second + 1e-6) for start_s in starts_s]

@@ -5,7 +5,7 @@ processor runs on the CPU. Normalising and cutting into patches repeat transform
 for operation (rescale folded into mean and std, pairs of frames, patches grouped by merge cell) in float32, so the
 result is the same bit for bit.
 
-Axes: T frames, H height, W width, C colour; N patches, D values of a patch; B prompts, L tokens.
+Axes: T frames, H height, W width, C colour; N patches, D values of a patch.
 """
 
 from __future__ import annotations
@@ -42,13 +42,16 @@ def patchify(frames_THWC: torch.Tensor, how: Patching) -> torch.Tensor:
     """Cut a clip into normalised patches.
 
     Args:
-        frames_THWC: uint8; T a multiple of `how.temporal`, H and W of `how.patch * how.merge`.
+        frames_THWC: uint8; T a multiple of `how.temporal`, or 1 for an image, which is shown as often as that; H
+            and W multiples of `how.patch * how.merge`.
         how: the checkpoint's patching.
 
     Returns:
         float32 patches_ND on the same device, N = T*H*W / (temporal * patch²), D = C * temporal * patch², in the order
         of the reference: time, then merge cells by row, then the patches inside each cell.
     """
+    if frames_THWC.shape[0] == 1:
+        frames_THWC = frames_THWC.expand(how.temporal, -1, -1, -1)
     num_frames, height, width, channels = frames_THWC.shape
     t, h, w = how.grid(num_frames, height, width)
     scale = torch.tensor(how.std, device=frames_THWC.device) * 255
@@ -68,11 +71,3 @@ def second_per_grid(frame_times_s: Sequence[float], temporal: int = 2) -> float:
     if len(distinct) < 2:
         return 0.0  # one moment: the clip has a single temporal patch, at position 0
     return temporal * (distinct[-1] - distinct[0]) / (len(distinct) - 1)
-
-
-def left_pad(rows: Sequence[Sequence[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids of unequal prompts as one int64 tensor_BL padded on the left, and the attention mask_BL."""
-    length = max(len(row) for row in rows)
-    ids_BL = torch.tensor([[pad] * (length - len(row)) + list(row) for row in rows])
-    mask_BL = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in rows])
-    return ids_BL, mask_BL

@@ -16,35 +16,34 @@ import hashlib
 from collections.abc import Sequence
 
 import torch
-from transformers import LogitsProcessor
 
-from qwen_ray.config import CaptionConfig
+from qwen_ray.engines.protocol import Sampling
 
 
-class SeededSampling(LogitsProcessor):  # type: ignore[misc]  # transformers ships no types
-    """Turns greedy choice into temperature, top-k and nucleus sampling with noise of its own for every row.
+def choose(logits_BV: torch.Tensor, streams_B: torch.Tensor, how: Sampling) -> torch.Tensor:
+    """tokens_B drawn from rows of logits.
 
     Args:
-        keys: one per row of the batch, such as clip ids.
-        config: settled, its temperature more than 0.
+        logits_BV: of the next token.
+        streams_B: int64, of `streams`, plus the number of tokens that the answer has already.
+        how: its temperature more than 0.
     """
+    logprobs_BV = _top(torch.log_softmax(logits_BV.float() / how.temperature, dim=-1), how.top_k)
+    gumbel_BV = -torch.log(-torch.log(_uniform(_mixed(streams_B), logits_BV.shape[-1])))
+    return (logprobs_BV + gumbel_BV).masked_fill(_outside_nucleus(logprobs_BV, how.top_p), -torch.inf).argmax(-1)
 
-    def __init__(self, keys: Sequence[str], config: CaptionConfig) -> None:
-        assert config.temperature is not None, "not settled"
-        assert config.top_p is not None, "not settled"
-        assert config.top_k is not None, "not settled"
-        self._temperature, self._top_p, self._top_k = config.temperature, config.top_p, config.top_k
-        self._streams_B = torch.tensor([_stream(config.seed, key) for key in keys])
-        self._step = 0
 
-    def __call__(self, _: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """scores_BV, logits over the vocabulary -> the same with the draw's winner on top."""
-        logprobs_BV = _top(torch.log_softmax(scores.float() / self._temperature, dim=-1), self._top_k)
-        self._streams_B = self._streams_B.to(scores.device)
-        noise_BV = _uniform(_mixed(self._streams_B + self._step), scores.shape[-1])
-        self._step += 1
-        gumbel_BV = -torch.log(-torch.log(noise_BV))
-        return torch.where(_outside_nucleus(logprobs_BV, self._top_p), -torch.inf, logprobs_BV + gumbel_BV)
+def streams(seed: int, keys: Sequence[str]) -> torch.Tensor:
+    """int64, where each answer's noise begins; `keys` are such as clip ids."""
+    return torch.tensor([_stream(seed, key) for key in keys])
+
+
+def penalised(logits_BV: torch.Tensor, seen_BV: torch.Tensor, penalty_B1: torch.Tensor) -> torch.Tensor:
+    """Logits with tokens that prompt or answer hold made less likely (Keskar et al. 2019, arXiv 1909.05858, as
+    `RepetitionPenaltyLogitsProcessor` of transformers has it).
+    """
+    logits_BV = logits_BV.float()
+    return torch.where(seen_BV, torch.where(logits_BV < 0, logits_BV * penalty_B1, logits_BV / penalty_B1), logits_BV)
 
 
 def _top(logprobs_BV: torch.Tensor, top_k: int) -> torch.Tensor:
