@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from qwen_ray.config import CaptionConfig, JobConfig, SpeechConfig
 from qwen_ray.engines import generation, models, weights
+from qwen_ray.engines.isolated import IsolatedEngine
 from qwen_ray.engines.protocol import CaptionEngine, SpeechEngine
 from qwen_ray.engines.qwen_vl.family import FAMILIES, PAGED
 from qwen_ray.errors import ConfigError
@@ -20,7 +22,7 @@ WHISPER_SIZES = (
 
 
 def caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) -> CaptionEngine:
-    """The engine that `config` names, its model loaded."""
+    """The engine that `config` names, its model loaded into this process."""
     if config.engine == "fake":
         from qwen_ray.engines.fake import FakeCaptionEngine
 
@@ -41,6 +43,12 @@ def is_paged(config: CaptionConfig, model: models.Model) -> bool:
     text = stated.get("text_config") or stated
     others = set(text.get("layer_types") or ()) - {"full_attention"} or text.get("use_sliding_window")
     return stated.get("model_type") in PAGED and config.num_gpus <= 1 and not others
+
+
+def isolated_caption_engine(config: CaptionConfig, model: models.Model, *, cuda: bool) -> CaptionEngine:
+    """`caption_engine` in a process of its own; the fake one, in which nothing can break, in this one."""
+    make = partial(caption_engine, config, model, cuda=cuda)
+    return make() if config.engine == "fake" else IsolatedEngine(make)
 
 
 def speech_engine(config: SpeechConfig, model: models.Model, *, cuda: bool) -> SpeechEngine:

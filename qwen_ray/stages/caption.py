@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from qwen_ray.config import CaptionConfig
-from qwen_ray.engines.build import caption_engine
+from qwen_ray.engines.build import isolated_caption_engine
 from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Caption, CaptionRequest, Medium
 from qwen_ray.errors import EngineError, RowError
@@ -27,7 +27,7 @@ class CaptionStage:
 
     def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
         self._config, self._model = config, model
-        self._engine = caption_engine(config, model, cuda=cuda)
+        self._engine = isolated_caption_engine(config, model, cuda=cuda)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row in, one row out: a retried task can then neither repeat nor lose a row."""
@@ -103,7 +103,7 @@ def _answer(prompt: Prompt, got: Future[Caption]) -> dict[str, Any]:
     except RowError as error:
         return row | {"error_type": error.error_type, "error_message": error.message}
     except EngineError:
-        os._exit(1)  # the process is broken: Ray starts another and runs the rows in flight again
+        os._exit(1)  # no engine can be had here any more: Ray starts another actor and runs the rows in flight again
     return row | {
         "caption": caption.text,
         "flags": [*caption.flags, *caption_flags(caption.text, prompt.text, prompt.script)],

@@ -1,6 +1,10 @@
 """One clip under several prompts, from Python."""
 
+import contextlib
 import json
+import os
+import signal
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +27,29 @@ def test_a_clip_is_described_under_each_prompt(captioner):
         first, second = captioner.ask(file, clip["start_s"], clip["end_s"], ["describe", "Describe this video."])
         assert (first["prompt_name"], first["caption"]) == ("describe", clip["caption"])
         assert (second["prompt_name"], second["finish_reason"], second["flags"]) == ("prompt", "stop", [])
+
+
+def test_the_model_is_in_a_process_of_its_own_which_may_die(captioner):
+    def ask():
+        return captioner.ask(str(SAMPLES / "portrait.mp4"), 0, 3)[0]
+
+    first = ask()
+    (engine,) = engines_of(os.getpid())
+    os.kill(engine, signal.SIGKILL)
+    assert ask() == first
+    (other,) = engines_of(os.getpid())
+    assert other != engine
+
+
+def engines_of(parent):
+    """The living engine processes that this process has started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            after_name = (folder / "stat").read_text().rpartition(") ")[2].split()
+            if int(after_name[1]) == parent and b"qwen_ray.engines.child" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+    return found
 
 
 def test_without_prompts_those_of_the_job_are_asked_and_metadata_fills_them(captioner):

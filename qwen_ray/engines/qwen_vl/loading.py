@@ -136,8 +136,11 @@ def _pad(linear: nn.Linear, more: int, side: int) -> None:
 def _sampling(config: CaptionConfig) -> Sampling:
     """Of a settled configuration."""
     temperature, top_p, top_k, penalty = config.temperature, config.top_p, config.top_k, config.repetition_penalty
-    assert None not in (temperature, top_p, top_k, penalty), "not settled"
-    return Sampling(config.max_new_tokens, cast(float, temperature), *cast(Any, (top_p, top_k, penalty)), config.seed)
+    assert temperature is not None, "not settled"
+    assert top_p is not None, "not settled"
+    assert top_k is not None, "not settled"
+    assert penalty is not None, "not settled"
+    return Sampling(config.max_new_tokens, temperature, top_p, top_k, penalty, config.seed)
 
 
 def _patching(model: Model, family: Family, vision: Any) -> Patching:

@@ -1,7 +1,8 @@
 """The model on its device: what a step of the scheduler becomes in tensors. Called in inference mode.
 
 Tokens stay on the device from the step that chooses them to the step that reads them; only copies travel, while the
-next step runs. Decode steps of a few sizes are recorded as CUDA graphs, filled up with rows that write to a scratch page.
+next step runs. Decode steps of a few sizes are recorded as CUDA graphs, filled up with rows that write to a scratch
+page.
 
 Axes: T tokens of a step, R tokens whose next one is wanted, B rows of a decode step, M merged cells, E width,
 V vocabulary.
