@@ -368,12 +368,12 @@ PRESETS: dict[str, Callable[[], JobConfig]] = {
         "tiny-qwen3-vl", DecodeConfig(num_frames=8, min_pixels=4 * 32**2, max_pixels=16_980, size_multiple=32)
     ),
     # Weights in bfloat16, GB: 7.5, 16.6, 147; 8.9, 17.5, 62.
-    "qwen2.5-vl-3b": lambda: _qwen("Qwen2.5-VL-3B", _QWEN2_5, num_gpus=0.7, batch_size=64, speech_gpus=0.25),
-    "qwen2.5-vl-7b": lambda: _qwen("Qwen2.5-VL-7B", _QWEN2_5, num_gpus=0.7, batch_size=32, speech_gpus=0.25),
+    "qwen2.5-vl-3b": lambda: _qwen("Qwen2.5-VL-3B", _QWEN2_5, num_gpus=0.7, batch_size=256, speech_gpus=0.25),
+    "qwen2.5-vl-7b": lambda: _qwen("Qwen2.5-VL-7B", _QWEN2_5, num_gpus=0.7, batch_size=256, speech_gpus=0.25),
     "qwen2.5-vl-72b": lambda: _qwen("Qwen2.5-VL-72B", _QWEN2_5, num_gpus=4, batch_size=16, speech_gpus=0),
-    "qwen3-vl-4b": lambda: _qwen("Qwen3-VL-4B", _QWEN3, num_gpus=0.7, batch_size=64, speech_gpus=0.25),
-    "qwen3-vl-8b": lambda: _qwen("Qwen3-VL-8B", _QWEN3, num_gpus=0.7, batch_size=32, speech_gpus=0.25),
-    "qwen3-vl-30b-a3b": lambda: _qwen("Qwen3-VL-30B-A3B", _QWEN3, num_gpus=0.85, batch_size=16, speech_gpus=0.1),
+    "qwen3-vl-4b": lambda: _qwen("Qwen3-VL-4B", _QWEN3, num_gpus=0.7, batch_size=256, speech_gpus=0.25),
+    "qwen3-vl-8b": lambda: _qwen("Qwen3-VL-8B", _QWEN3, num_gpus=0.7, batch_size=256, speech_gpus=0.25),
+    "qwen3-vl-30b-a3b": lambda: _qwen("Qwen3-VL-30B-A3B", _QWEN3, num_gpus=0.85, batch_size=128, speech_gpus=0.1),
 }
 
 

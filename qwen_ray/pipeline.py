@@ -32,8 +32,8 @@ from qwen_ray.stages.decode import TODO, DecodeStage
 from qwen_ray.stages.rows import Row
 from qwen_ray.stages.transcribe import TranscribeStage
 
-CALLS_IN_FLIGHT = 2
-"""Engine batches' worth of rows handed to an engine at once, so that the next batch is there when one is answered."""
+MORE_CALLS = 64
+"""Rows handed to an engine beyond those that it answers at once, so that the next are there when one is answered."""
 MAX_TASK_RETRIES = 2
 """Times that a row is run again after its actor died; the actors themselves are restarted as often as it takes."""
 LOST_SHARE = 0.01
@@ -99,7 +99,7 @@ def build(
         rows = _caption(rows, config, models, room, careful=careful)
     if config.speech is not None:
         batch_size = config.speech.batch_size if config.speech.engine == "whisper" else 1
-        calls = 1 if careful else batch_size * CALLS_IN_FLIGHT
+        calls = 1 if careful else batch_size + min(batch_size, MORE_CALLS)
         rows = _engines(rows, TranscribeStage, (config.speech, models["speech"]), "speech", room, calls)
     return rows
 
@@ -114,7 +114,7 @@ def build_summaries(
 
 def _caption(rows: Dataset, config: JobConfig, models: Mapping[str, Model], room: Room, *, careful: bool) -> Dataset:
     assert config.caption is not None
-    calls = 1 if careful else config.caption.batch_size * CALLS_IN_FLIGHT
+    calls = 1 if careful else config.caption.batch_size + min(config.caption.batch_size, MORE_CALLS)
     return _engines(rows, CaptionStage, (config.caption, models["caption"]), "caption", room, calls)
 
 

@@ -124,9 +124,7 @@ def floors(engine: QwenVLEngine, work: Work, num_prompt: int, rates: dict[str, f
     context = num_prompt + work.new_tokens / 2
     cached = context * 2 * 2 * len(layers) * text.num_key_value_heads * layers[0].self_attn.head_dim
     rows = work.batch_size
-    decode_flops = 2 * (weights + head) + 4 * context * heads * len(layers)
     decode_s = max(2 * (weights + head) / rows / rates["bytes"], 2 * (weights + head) / rates["flops"])
-    _ = decode_flops
     return {
         "vision": (2 * _linear(vision) * patches + 4 * patches * seen * wide) / rates["flops"],
         "prompts": (2 * weights * num_prompt + 2 * num_prompt**2 * heads * len(layers)) / rates["flops"],
