@@ -60,6 +60,7 @@ class Statistics:
         num_media_reused: pictures whose features were at hand.
         num_disturbed: times that a sequence gave its pages to another and was read again.
         num_shrunk: times that memory ran out and a step was made smaller.
+        num_pages_held: pages of the cache that sequences hold now.
     """
 
     num_prompt_steps: int
@@ -69,6 +70,7 @@ class Statistics:
     num_media_reused: int
     num_disturbed: int
     num_shrunk: int
+    num_pages_held: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +84,25 @@ class _InFlight:
 class QwenVLEngine:
     """A `CaptionEngine` over one model in this process.
 
+    Args:
+        config: which model, and how it answers where a request does not say.
+        model: on this node's disk.
+        cuda: whether it runs on this process's GPU.
+        plan: what memory is for; None settles it by what there is.
+
     Attributes:
         on_step: told the clip ids that the step about to be sent off works on.
         plan: what memory is for.
         runner: the model on its device.
     """
 
-    def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
+    def __init__(
+        self, config: CaptionConfig, model: Model, *, cuda: bool, plan: memory.MemoryPlan | None = None
+    ) -> None:
         self._checkpoint = load(config, model, device_map="cuda:0" if cuda else "cpu")
         self.runner = Runner(self._checkpoint, config, cuda=cuda)
         with torch.inference_mode():
-            self.plan = memory.plan(self.runner, config)
+            self.plan = plan or memory.plan(self.runner, config)
             self.runner.start(self.plan)
         self._scheduler = Scheduler(Pages(self.plan.num_pages), config.batch_size, self.plan.budget)
         self.precision = self._checkpoint.precision
@@ -135,6 +145,7 @@ class QwenVLEngine:
             num_media_reused=self.runner.num_media_reused,
             num_disturbed=self._num_disturbed,
             num_shrunk=self._num_shrunk,
+            num_pages_held=self.plan.num_pages - self._scheduler.pages.num_free,
         )
 
     def _sequence(self, request: CaptionRequest) -> Sequence:
