@@ -19,7 +19,8 @@ import torch
 
 from qwen_ray.engines.qwen_vl.attention import Attention, Rows, Segments
 from qwen_ray.engines.qwen_vl.cache import KeyValues, Where
-from qwen_ray.engines.qwen_vl.compiled import Compiled
+from qwen_ray.engines.qwen_vl.compiled import Compiled, plain
+from qwen_ray.engines.qwen_vl.tensor_parallel import Group
 
 
 class Step(Protocol):
@@ -122,16 +123,17 @@ class LanguageModel:
     Args:
         network: transformers' model for conditional generation of Qwen2.5-VL or Qwen3-VL, dense or of experts.
         compiled: whether a layer's parts around attention are compiled.
+        group: the ranks that share its weights.
     """
 
-    def __init__(self, network: Any, compiled: Compiled) -> None:
+    def __init__(self, network: Any, compiled: Compiled, group: Group) -> None:
         self._text, self._head = network.model.language_model, network.lm_head
         self.config = network.config.text_config
-        experts = hasattr(self.config, "num_experts")
+        self._group = group
         self._before = compiled(_before)
-        # Experts are picked by what the router says, which no graph can follow.
-        self._after = _after if experts else compiled(_after)
-        self._between = _between if experts else compiled(_between)
+        # Experts are picked by what the router says, which no graph can follow. Sums over ranks are not compiled yet.
+        after = plain if hasattr(self.config, "num_experts") or group.size > 1 else compiled
+        self._after, self._between = after(_after), after(_between)
 
     def logits(self, ids_T: torch.Tensor, positions_3T: torch.Tensor, step: Step, seen: Seen | None) -> torch.Tensor:
         """logits_RV of the tokens that the step wants.
@@ -148,14 +150,14 @@ class LanguageModel:
             first, *levels = seen.levels_LME.unbind(0)
             hidden_TE.index_copy_(0, seen.places_M, first)
         cos, sin = (part[0] for part in self._text.rotary_emb(hidden_TE, positions_3T[:, None]))
-        layers = self._text.layers
+        layers, group = self._text.layers, self._group
         q, k, v = self._before(layers[0], hidden_TE, cos, sin)
         for number, (layer, following) in enumerate(pairwise(layers)):
             attended = step.attend(number, q, k, v, last=False)
             if number >= len(levels) or seen is None:
-                hidden_TE, q, k, v = self._between(layer, following, hidden_TE, attended, cos, sin)
+                hidden_TE, q, k, v = self._between(layer, following, group, hidden_TE, attended, cos, sin)
                 continue
-            hidden_TE = self._after(layer, hidden_TE, attended)
+            hidden_TE = self._after(layer, group, hidden_TE, attended)
             hidden_TE.index_add_(0, seen.places_M, levels[number])
             q, k, v = self._before(following, hidden_TE, cos, sin)
         q, hidden_TE = step.wanted(q), step.wanted(hidden_TE)
@@ -163,7 +165,7 @@ class LanguageModel:
         if not len(q):
             return attended.new_empty(0, self.config.vocab_size)
         # Few tokens are left in the last layer, and their number changes: not worth compiling for.
-        hidden_TE = _after(layers[-1], hidden_TE, attended)
+        hidden_TE = _after(layers[-1], group, hidden_TE, attended)
         logits_RV: torch.Tensor = self._head(self._text.norm(hidden_TE))
         return logits_RV
 
@@ -182,23 +184,23 @@ def _before(
     return _rotated(q, cos_TD, sin_TD), _rotated(k, cos_TD, sin_TD), v
 
 
-def _after(layer: Any, hidden_TE: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+def _after(layer: Any, group: Group, hidden_TE: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     """The layer from its attention on."""
-    hidden_TE = hidden_TE + layer.self_attn.o_proj(attended.flatten(1))
-    new: torch.Tensor = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE)[None])[0]
-    return new
+    hidden_TE = hidden_TE + group.all_reduce(layer.self_attn.o_proj(attended.flatten(1)))
+    return hidden_TE + group.all_reduce(layer.mlp(layer.post_attention_layernorm(hidden_TE)[None])[0])
 
 
 def _between(
     layer: Any,
     following: Any,
+    group: Group,
     hidden_TE: torch.Tensor,
     attended: torch.Tensor,
     cos_TD: torch.Tensor,
     sin_TD: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """From the attention of one layer to that of the next, compiled as one to pass over the hidden state less often."""
-    hidden_TE = _after(layer, hidden_TE, attended)
+    hidden_TE = _after(layer, group, hidden_TE, attended)
     return hidden_TE, *_before(following, hidden_TE, cos_TD, sin_TD)
 
 

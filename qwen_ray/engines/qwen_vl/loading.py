@@ -21,6 +21,7 @@ from qwen_ray.engines.protocol import Caption, Sampling
 from qwen_ray.engines.qwen_vl.family import FAMILIES, IMAGE_PAD, VIDEO_PAD, Family
 from qwen_ray.engines.qwen_vl.preprocess import Patching
 from qwen_ray.engines.qwen_vl.prompter import Prompter
+from qwen_ray.engines.qwen_vl.tensor_parallel import ALONE, Group, shard
 from qwen_ray.errors import ResourceError
 
 WIDTH_MULTIPLE = 128
@@ -32,13 +33,15 @@ class Checkpoint:
     """A loaded model.
 
     Attributes:
-        network: transformers' model for conditional generation, in evaluation mode.
+        network: transformers' model for conditional generation, in evaluation mode; of its layers this rank's part.
+        group: the ranks that share it.
         precision: of its arithmetic, such as `bfloat16`.
         sampling: how answers are chosen where a request does not say.
         stop_token_ids: which tokens end an answer, by the checkpoint.
     """
 
     network: Any
+    group: Group
     precision: str
     tokenizer: Any
     prompter: Prompter
@@ -78,13 +81,17 @@ class Checkpoint:
         return Caption(text, "stop" if stopped else "length", num_prompt, len(new_ids), flags)
 
 
-def load(config: CaptionConfig, model: Model, *, device_map: str) -> Checkpoint:
+def load(config: CaptionConfig, model: Model, *, device_map: str, group: Group = ALONE) -> Checkpoint:
     """Load a checkpoint.
 
     Args:
         config: whose precision and sampling hold.
         model: on this node's disk.
         device_map: `cpu`, `cuda:0`, or `auto` to spread layers over all GPUs of this process.
+        group: the ranks that share the weights, each with a device of its own.
+
+    Raises:
+        ConfigError: so many ranks cannot share this model.
     """
     settled = settle(config, read_json(model, "generation_config.json"))
     cuda = device_map != "cpu"
@@ -93,9 +100,7 @@ def load(config: CaptionConfig, model: Model, *, device_map: str) -> Checkpoint:
     dtype = {"auto": torch.bfloat16 if cuda else torch.float32}.get(config.dtype) or getattr(torch, config.dtype)
     transformers_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(model.location)
-    network = AutoModelForImageTextToText.from_pretrained(
-        model.location, dtype=dtype, attn_implementation="sdpa", device_map=device_map if cuda else None
-    ).eval()
+    network = _network(model, dtype, device_map, group)
     family = FAMILIES[network.config.model_type]
     vision = network.config.vision_config
     patching = _patching(model, family, vision)
@@ -105,6 +110,7 @@ def load(config: CaptionConfig, model: Model, *, device_map: str) -> Checkpoint:
     pad = network.generation_config.pad_token_id
     return Checkpoint(
         network=network,
+        group=group,
         precision=str(dtype).removeprefix("torch."),
         tokenizer=tokenizer,
         prompter=Prompter(tokenizer, family, patching, float(getattr(vision, "tokens_per_second", 1))),
@@ -113,6 +119,17 @@ def load(config: CaptionConfig, model: Model, *, device_map: str) -> Checkpoint:
         stop_token_ids=frozenset(ends),
         pad_id=ends[0] if pad is None else pad,
     )
+
+
+def _network(model: Model, dtype: torch.dtype, device_map: str, group: Group) -> Any:
+    """transformers' model, of whose layers this rank's part is kept."""
+    # What several ranks share may be larger than a GPU: all of it is in the host's memory alone.
+    whole = None if device_map == "cpu" or group.size > 1 else device_map
+    network = AutoModelForImageTextToText.from_pretrained(
+        model.location, dtype=dtype, attn_implementation="sdpa", device_map=whole
+    ).eval()
+    shard(network, group)
+    return network if whole else network.to(device_map)
 
 
 def pad_widths(vision: nn.Module) -> None:

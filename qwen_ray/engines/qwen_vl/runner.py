@@ -53,16 +53,16 @@ class Runner:
         self.network = network = checkpoint.network
         self.device, self._dtype = network.device, network.dtype
         self.patching, self._num_slots = checkpoint.patching, config.batch_size
-        self._text = network.config.text_config
+        self._text, self._num_ranks = network.config.text_config, checkpoint.group.size
         self.context = checkpoint.context
         self._attention = best(self.device, self._dtype)
         self._compiled = compiled if cuda and config.compile else plain
         if cuda:
             pad_widths(network.model.visual)
         self._tower = VisionTower(network.model.visual, self._attention, self._compiled)
-        self._language = LanguageModel(network, self._compiled)
+        self._language = LanguageModel(network, self._compiled, checkpoint.group)
         self._graphs: DecodeGraphs | None = None
-        self._is_recorded = cuda and config.compile and not hasattr(self._text, "num_experts")
+        self._is_recorded = cuda and config.compile and not hasattr(self._text, "num_experts") and self._num_ranks == 1
         self._copies = torch.cuda.Stream(self.device) if cuda else None
         self._features: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self.laps = Laps()
@@ -361,7 +361,7 @@ class Runner:
 
     @property
     def _groups(self) -> int:
-        return int(self._text.num_key_value_heads)
+        return int(self._text.num_key_value_heads) // self._num_ranks
 
     @property
     def _head_dim(self) -> int:
