@@ -6,8 +6,8 @@ It renders distinct videos (640x360, 30 fps, 60 s, five clips each, with real sy
 caption engine alone on frames of the same shape, then runs `qwen_ray.run` and compares. Checkpoints may have random
 weights (`jobs.bench.random_model`): every answer then has all its tokens, which the result says.
 
-The share of time in which kernels run comes from the profiler, for one batch from its start to the start of the next
-(`qwen_ray.engines.trace`); power from NVML, ten times a second.
+The share of time in which kernels run comes from the profiler, for some seconds (`qwen_ray.engines.trace`); power from
+NVML, ten times a second.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def power(samples: list[tuple[float, float]]) -> Iterator[None]:
 
 
 def engine_alone(job: qwen_ray.JobConfig) -> dict[str, Any]:
-    """The caption engine without anything around it, in a process of its own: its speed, and the prefill's share."""
+    """The caption engine without anything around it, in a process of its own: its speed."""
     facts = {"job": to_dict(job), "height": HEIGHT, "width": WIDTH}
     command = [sys.executable, "-m", "jobs.bench.engine_alone", json.dumps(facts)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -231,7 +231,6 @@ def show(console: Console, found: dict[str, Any]) -> None:
         "share of the engine alone": f"{found['of_engine_alone']:.1%}" if alone else "not measured",
         "caption engine at work": f"{captions.get('busy_share', 0):.1%}",
         "clips a batch": f"{captions.get('mean_batch', 0):.1f}",
-        "prefill's share (alone)": f"{alone['prefill_share']:.1%}" if alone else "not measured",
         "speech engine at work": f"{found['speech'].get('busy_share', 0):.1%}",
         "audio s/s, start to end": f"{found['audio_s_per_s']:.1f}",
         "mean power": f"{found['power_w']:.0f} W" if found["power_w"] else "not measured",

@@ -36,6 +36,7 @@ from qwen_ray.engines.qwen_vl.engine import QwenVLEngine
 from qwen_ray.engines.trace import covered
 
 PROMPT = "Describe this video in detail."
+FRAME_EVERY_S = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +59,19 @@ WORK = {"W1": Work(16, 364, 644, 128, 256, 6.72), "W2": Work(6, 448, 448, 256, 5
 
 
 class Load:
-    """Distinct requests of one kind."""
+    """Distinct requests of one kind: random frames, every answer of full length.
 
-    def __init__(self, work: Work, every_s: float = 0.75) -> None:
+    Args:
+        shape: frames, height and width of a clip.
+        new_tokens: of each answer.
+        prompt: what is asked.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], new_tokens: int, prompt: str = PROMPT) -> None:
         self._draw = np.random.default_rng(0)
-        self._shape = (work.frames, work.height, work.width, 3)
-        self._times_s = tuple(every_s * k for k in range(work.frames))
-        self._sampling = Sampling(work.new_tokens, stop_token_ids=())
+        self._shape, self._prompt = (*shape, 3), prompt
+        self._times_s = tuple(FRAME_EVERY_S * k for k in range(shape[0]))
+        self._sampling = Sampling(new_tokens, stop_token_ids=())
         self._count = 0
 
     def requests(self, count: int) -> list[CaptionRequest]:
@@ -74,7 +81,7 @@ class Load:
             self._count += 1
             frames_THWC = self._draw.integers(0, 256, self._shape, dtype=np.uint8)
             media = (Medium(frames_THWC, self._times_s),)
-            made.append(CaptionRequest(str(self._count), media, PROMPT, sampling=self._sampling))
+            made.append(CaptionRequest(str(self._count), media, self._prompt, sampling=self._sampling))
         return made
 
 
@@ -174,8 +181,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     began = time.monotonic()
     engine = QwenVLEngine(config, model, cuda=True)
     start_s = time.monotonic() - began
-    print(f"started in {start_s:.1f} s: {engine.plan}", flush=True)
-    load = Load(work)
+    print(f"started in {start_s:.1f} s: {engine.start_s}, {engine.plan}", flush=True)
+    load = Load((work.frames, work.height, work.width), work.new_tokens)
     answer(engine, load.requests(min(32, work.batch_size)))
     requests = load.requests(arguments.clips)
     torch.cuda.reset_peak_memory_stats()
@@ -191,6 +198,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     assert num_new == work.new_tokens, counts
     limits = floors(engine, work, num_prompt, rates)
     kernels = kernel_share(engine, load.requests(arguments.profiled)) if arguments.profiled else None
+    starts = engine.start_s
     statistics_ = dataclasses.asdict(engine.statistics())
     plan = dataclasses.asdict(engine.plan) | {"total": engine.plan.total}
     engine.close()
@@ -216,6 +224,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "kernels": kernels,
         "power_w": statistics.mean([w for _, w in watts]) if watts else None,
         "start_s": start_s,
+        "start_parts_s": dataclasses.asdict(starts),
         "memory": {"plan": plan, "peak_bytes": peak, "peak_of_plan": peak / (plan["total"] - plan["reserve"])},
         "statistics": statistics_,
         "gpu": torch.cuda.get_device_name(),
@@ -227,7 +236,7 @@ def generate_rate(config: CaptionConfig, model: Any, work: Work, clips: int) -> 
     from qwen_ray.engines.qwen_vl.generate import GenerateEngine
 
     engine = GenerateEngine(dataclasses.replace(config, batch_size=64), model, cuda=True)
-    load = Load(work)
+    load = Load((work.frames, work.height, work.width), work.new_tokens)
     answer(engine, load.requests(2))
     seconds, captions = answer(engine, load.requests(clips))
     assert {one.num_output_tokens for one in captions} == {work.new_tokens}

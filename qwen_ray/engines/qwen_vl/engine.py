@@ -20,6 +20,7 @@ ended therefore costs one token more, which is thrown away. On the CPU the same 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
@@ -34,6 +35,7 @@ import torch
 
 from qwen_ray.config import CaptionConfig
 from qwen_ray.engines.batching import breaks_process
+from qwen_ray.engines.cache import root as cache_root
 from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Caption, CaptionRequest
 from qwen_ray.engines.qwen_vl import memory
@@ -74,6 +76,17 @@ class Statistics:
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """Seconds of an engine's start: `weights` to load them; `first_step` to compile and to measure the largest step;
+    `recording` of decode steps.
+    """
+
+    weights: float
+    first_step: float
+    recording: float
+
+
+@dataclass(frozen=True, slots=True)
 class _InFlight:
     """Tokens on their way: of each sequence, with the slot that it had."""
 
@@ -93,17 +106,25 @@ class QwenVLEngine:
     Attributes:
         on_step: told the clip ids that the step about to be sent off works on.
         plan: what memory is for.
+        start_s: what the start took.
         runner: the model on its device.
     """
 
     def __init__(
         self, config: CaptionConfig, model: Model, *, cuda: bool, plan: memory.MemoryPlan | None = None
     ) -> None:
+        # Compiled code is kept where models are: the next engine on a node starts in 15 s instead of 36 (H200, 7B).
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_root(model.weights) / "compiled"))
+        began = time.monotonic()
         self._checkpoint = load(config, model, device_map="cuda:0" if cuda else "cpu")
+        loaded = time.monotonic()
         self.runner = Runner(self._checkpoint, config, cuda=cuda)
         with torch.inference_mode():
             self.plan = plan or memory.plan(self.runner, config)
+            planned = time.monotonic()
             self.runner.start(self.plan)
+        self.start_s = Start(loaded - began, planned - loaded, time.monotonic() - planned)
+        log.info("started: %s, %s", self.start_s, self.plan)
         self._scheduler = Scheduler(Pages(self.plan.num_pages), config.batch_size, self.plan.budget)
         self.precision = self._checkpoint.precision
         self.on_step: Callable[[Many[str]], None] | None = None
@@ -134,6 +155,7 @@ class QwenVLEngine:
         self._inbox.put(None)
         self._thread.join()
         self.runner.stop()
+        log.info("%s", self.statistics())
 
     def statistics(self) -> Statistics:
         """What has been done so far."""
