@@ -248,10 +248,10 @@ def test_300_clips_shuffled_cancelled_and_asked_again_get_each_its_own_caption(t
 
 
 class ShortOfMemory:
-    """A device on which a prompt step of more than `most` tokens does not fit while somebody else takes its room."""
+    """A device on which a prompt step of more than `most` tokens does not fit."""
 
-    def __init__(self, runner, most, steps):
-        self._runner, self._most, self._steps = runner, most, steps
+    def __init__(self, runner, most):
+        self._runner, self._most = runner, most
 
     def __getattr__(self, name):
         return getattr(self._runner, name)
@@ -263,8 +263,7 @@ class ShortOfMemory:
             object.__setattr__(self, name, value)
 
     def read(self, stretches):
-        self._steps -= 1
-        if self._steps >= 0 and sum(stretch.stop - stretch.start for stretch in stretches) > self._most:
+        if sum(stretch.stop - stretch.start for stretch in stretches) > self._most:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self._runner.read(stretches)
 
@@ -272,23 +271,23 @@ class ShortOfMemory:
 def test_where_memory_is_short_steps_shrink_and_rows_say_so(family):
     config, requests, alone = family
     engine = _engine(config, batch_size=6, budget=4096)
-    engine.runner = ShortOfMemory(engine.runner, 1024, steps=10**9)
-    long = [
-        CaptionRequest(f"l{k}", requests[5].media, "Describe." + " really" * 300, sampling=Sampling(3))
-        for k in range(6)
-    ]
-    answers = [engine.submit(one) for one in [*requests, *long]]
-    captions = [answer.result() for answer in answers]
+    engine.runner = ShortOfMemory(engine.runner, 1024)
+    asked = CaptionRequest("long", requests[5].media, "Describe." + " really" * 600, sampling=Sampling(3))
+    *answers, long = [engine.submit(one) for one in [*requests, asked]]
+    assert 1024 < long.result().num_prompt_tokens < 2048
+    assert [answer.result().text for answer in answers] == [alone[one.clip_id] for one in requests]
     engine.close()
-    assert [caption.text for caption in captions[: len(requests)]] == [alone[one.clip_id] for one in requests]
-    assert any(MEMORY_FLAG in caption.flags for caption in captions)
+    assert long.result().flags == (MEMORY_FLAG,)
     assert engine.statistics().num_shrunk == 2  # 4096 to 1024
+    roomy = _engine(config)
+    assert roomy.submit(asked).result() == dataclasses.replace(long.result(), flags=())
+    roomy.close()
 
 
 def test_what_never_fits_is_refused_and_the_rest_goes_on(family):
     config, requests, alone = family
     engine = _engine(config, batch_size=2)
-    engine.runner = ShortOfMemory(engine.runner, 300, steps=10**9)
+    engine.runner = ShortOfMemory(engine.runner, 300)
     long = CaptionRequest("long", requests[5].media, "Describe." + " really" * 500, sampling=Sampling(3))
     answers = [engine.submit(one) for one in (requests[0], long, requests[1])]
     with pytest.raises(ResourceError) as raised:
@@ -310,7 +309,7 @@ class Poisoned(ShortOfMemory):
 def test_a_request_on_which_the_model_fails_fails_alone(family):
     config, requests, alone = family
     engine = _engine(config, batch_size=6)
-    engine.runner = Poisoned(engine.runner, 0, 0)
+    engine.runner = Poisoned(engine.runner, 0)
     poison = dataclasses.replace(requests[3], clip_id="poison")
     answers = [engine.submit(one) for one in [*requests[:4], poison, *requests[4:]]]
     with pytest.raises(RequestError, match="index out of range"):
