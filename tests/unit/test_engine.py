@@ -30,7 +30,7 @@ LEAST_PAGES = 7
 
 def _engine(config, *, num_pages=400, budget=8192, max_patches=32_768, **changes):
     config = dataclasses.replace(config, **changes)
-    plan = MemoryPlan(0, 0, 0, 0, budget, max_patches, num_pages)
+    plan = MemoryPlan(0, 0, 0, 1 << 28, 0, budget, max_patches, num_pages)
     return QwenVLEngine(config, build.resolve(config), cuda=False, plan=plan)
 
 
@@ -284,6 +284,38 @@ def test_where_memory_is_short_steps_shrink_and_rows_say_so(family):
     roomy.close()
 
 
+class ShortWhileAnswering(ShortOfMemory):
+    """A device on which more than `most` sequences do not fit into a decode step."""
+
+    def read(self, stretches):
+        return self._runner.read(stretches)
+
+    def decode(self, sequences):
+        if len(sequences) > self._most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return self._runner.decode(sequences)
+
+
+def test_where_memory_is_short_fewer_answers_go_on_at_a_time(family):
+    config, requests, alone = family
+    engine = _engine(config, batch_size=6)
+    engine.runner = ShortWhileAnswering(engine.runner, 2)
+    answers = [engine.submit(one) for one in requests]
+    assert [answer.result().text for answer in answers] == [alone[one.clip_id] for one in requests]
+    engine.close()
+    assert engine.statistics().num_shrunk > 0
+
+
+def test_an_answer_that_does_not_fit_even_alone_is_refused(family):
+    config, requests, _ = family
+    engine = _engine(config, batch_size=3)
+    engine.runner = ShortWhileAnswering(engine.runner, 0)
+    for answer in [engine.submit(one) for one in requests[:4]]:
+        with pytest.raises(ResourceError):
+            answer.result()
+    engine.close()
+
+
 def test_what_never_fits_is_refused_and_the_rest_goes_on(family):
     config, requests, alone = family
     engine = _engine(config, batch_size=2)
@@ -306,10 +338,23 @@ class Poisoned(ShortOfMemory):
         return self._runner.read(stretches)
 
 
-def test_a_request_on_which_the_model_fails_fails_alone(family):
+class PoisonedLater(ShortOfMemory):
+    """A device on which the model fails on one clip while it is answered."""
+
+    def read(self, stretches):
+        return self._runner.read(stretches)
+
+    def decode(self, sequences):
+        if any(sequence.request.clip_id == "poison" and len(sequence.output) > 20 for sequence in sequences):
+            raise RuntimeError("index out of range")
+        return self._runner.decode(sequences)
+
+
+@pytest.mark.parametrize("device", [Poisoned, PoisonedLater])
+def test_a_request_on_which_the_model_fails_fails_alone(family, device):
     config, requests, alone = family
     engine = _engine(config, batch_size=6)
-    engine.runner = Poisoned(engine.runner, 0)
+    engine.runner = device(engine.runner, 0)
     poison = dataclasses.replace(requests[3], clip_id="poison")
     answers = [engine.submit(one) for one in [*requests[:4], poison, *requests[4:]]]
     with pytest.raises(RequestError, match="index out of range"):

@@ -49,7 +49,7 @@ from qwen_ray.errors import EngineError, RequestError, ResourceError, RowError
 
 log = logging.getLogger(__name__)
 HEALTHY_STEPS = 64
-"""Prompt steps without trouble after which a budget that memory had halved doubles again."""
+"""Steps without trouble after which what memory had halved doubles again."""
 MEMORY_FLAG = "memory_short"
 
 
@@ -128,7 +128,7 @@ class QwenVLEngine:
         self._scheduler = Scheduler(Pages(self.plan.num_pages), config.batch_size, self.plan.budget)
         self.precision = self._checkpoint.precision
         self.on_step: Callable[[Many[str]], None] | None = None
-        self._reuse = config.reuse
+        self._reuse, self._most_rows = config.reuse, config.batch_size
         self._in_flight: _InFlight | None = None
         self._num_prompt_steps = self._num_decode_steps = self._num_prompt_tokens = 0
         self._num_disturbed = self._num_shrunk = self._healthy = 0
@@ -249,7 +249,7 @@ class QwenVLEngine:
         self._scheduler.advance(work)
         self._num_prompt_steps += bool(work.stretches)
         self._num_decode_steps += bool(work.answering)
-        self._grow_back(work)
+        self._grow_back()
         owners = [stretch.sequence for stretch in work.stretches if stretch.ends] + list(work.answering)
         return _InFlight(tuple((one, one.slot) for one in owners), tokens)
 
@@ -261,7 +261,7 @@ class QwenVLEngine:
         short = isinstance(error, torch.OutOfMemoryError)
         if short:
             self.runner.release_memory()
-        if short and self._shrink(work.stretches):
+        if short and self._shrink(work):
             for sequence in sequences:
                 sequence.flags.add(MEMORY_FLAG)
             return
@@ -277,25 +277,39 @@ class QwenVLEngine:
         self._scheduler.free(sequence)
         _fail(sequence, self._as_row_error(error, sequence))
 
-    def _shrink(self, stretches: Many[Stretch]) -> bool:
-        """Halve the budget of prompt steps; False where it is as small as it gets."""
+    def _shrink(self, work: Work) -> bool:
+        """Halve what such a step may take; False where it is as small as it gets."""
         self._healthy = 0
-        if len(stretches) == 1 and self.runner.max_patches <= self.runner.patches_of(stretches[0].sequence):
+        if len(work.answering) == 1 or self._is_least(work.stretches):
             return False
         self._num_shrunk += 1
-        self._scheduler.budget = max(memory.LEAST_BUDGET, self._scheduler.budget // 2)
+        if work.answering:
+            self._scheduler.most_rows = len(work.answering) // 2
+            log.warning("out of memory: %d answers now go on at a time", self._scheduler.most_rows)
+            return True
+        budget = self._scheduler.budget
+        self._scheduler.budget = max(min(memory.LEAST_BUDGET, budget), budget // 2)
         self.runner.max_patches = max(1, self.runner.max_patches // 2)
         log.warning("out of memory: prompts are now read %d tokens at a time", self._scheduler.budget)
         return True
 
-    def _grow_back(self, work: Work) -> None:
-        if not work.stretches or self._scheduler.budget >= self.plan.budget:
+    def _is_least(self, stretches: Many[Stretch]) -> bool:
+        """Whether a prompt step cannot be made smaller: one stretch of the least budget, its pictures one by one."""
+        if len(stretches) != 1 or self._scheduler.budget > memory.LEAST_BUDGET:
+            return False
+        return self.runner.max_patches <= max(1, self.runner.patches_of(stretches[0].sequence))
+
+    def _grow_back(self) -> None:
+        """After enough steps without trouble, allow twice as much again, up to the plan."""
+        scheduler, runner = self._scheduler, self.runner
+        if scheduler.budget >= self.plan.budget and scheduler.most_rows >= self._most_rows:
             return
         self._healthy += 1
         if self._healthy >= HEALTHY_STEPS:
             self._healthy = 0
-            self._scheduler.budget = min(self.plan.budget, 2 * self._scheduler.budget)
-            self.runner.max_patches = min(self.plan.max_patches, 2 * self.runner.max_patches)
+            scheduler.budget = min(self.plan.budget, 2 * scheduler.budget)
+            scheduler.most_rows = min(self._most_rows, 2 * scheduler.most_rows)
+            runner.max_patches = min(self.plan.max_patches, 2 * runner.max_patches)
 
     def _collect(self) -> int:
         """Hear what the step in flight gave, and answer those whose answers are whole; how many."""

@@ -25,6 +25,7 @@ PATCHES_A_TOKEN = 4
 """A merged cell is one token of the prompt."""
 LEAST_BUDGET = 1_024
 CPU_BUDGET, CPU_TOKENS = 8_192, 16_384
+MOST_FEATURES = 1 << 30
 RESERVE = 0.04
 """Share of the memory left alone on a GPU: for recorded steps, what libraries take, and gaps between allocations."""
 
@@ -37,6 +38,7 @@ class MemoryPlan:
         weights: of the model.
         step: what the largest step takes besides.
         cache: of keys and values.
+        features: of pictures that are kept for requests that show them again.
         reserve: left for what cannot be planned.
         budget: most tokens of a prompt step.
         max_patches: most patches that are encoded at once, where a single picture has no more.
@@ -46,6 +48,7 @@ class MemoryPlan:
     weights: int
     step: int
     cache: int
+    features: int
     reserve: int
     budget: int
     max_patches: int
@@ -54,7 +57,7 @@ class MemoryPlan:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.weights + self.step + self.cache + self.reserve
+        return self.weights + self.step + self.cache + self.features + self.reserve
 
     @property
     def num_tokens(self) -> int:
@@ -71,14 +74,16 @@ def plan(runner: Runner, config: CaptionConfig) -> MemoryPlan:
     context, page_bytes = runner.context, runner.bytes_a_page
     if runner.device.type == "cpu":
         num_pages = -(-max(CPU_TOKENS, config.batch_size * 2048) // PAGE)
-        return MemoryPlan(0, 0, num_pages * page_bytes, 0, CPU_BUDGET, CPU_BUDGET * PATCHES_A_TOKEN, num_pages)
+        patches, features = CPU_BUDGET * PATCHES_A_TOKEN, MOST_FEATURES // 4 if config.reuse else 0
+        return MemoryPlan(0, 0, num_pages * page_bytes, features, 0, CPU_BUDGET, patches, num_pages)
     free, total = torch.cuda.mem_get_info(runner.device)
     weights = torch.cuda.memory_allocated(runner.device)
     share = min(1.0, config.num_gpus)
     mine = min(free + torch.cuda.memory_reserved(runner.device), int(share * total))
     room = mine - int(RESERVE * mine) - weights
     budget, step = _largest_step(runner, room // 2)
-    num_pages = min(config.batch_size * -(-context // PAGE), (room - step) // page_bytes)
+    features = min(MOST_FEATURES, room // 16) if config.reuse else 0
+    num_pages = min(config.batch_size * -(-context // PAGE), (room - step - features) // page_bytes)
     if num_pages * PAGE < LEAST_BUDGET:
         gib = 2**30
         raise ResourceError(
@@ -87,7 +92,8 @@ def plan(runner: Runner, config: CaptionConfig) -> MemoryPlan:
             f"cache beside {weights / gib:.1f} GiB of weights and {step / gib:.1f} for a step; raise caption.num_gpus",
         )
     reserve = mine - room - weights
-    return MemoryPlan(weights, step, num_pages * page_bytes, reserve, budget, budget * PATCHES_A_TOKEN, num_pages)
+    cache, patches = num_pages * page_bytes, budget * PATCHES_A_TOKEN
+    return MemoryPlan(weights, step, cache, features, reserve, budget, patches, num_pages)
 
 
 def _largest_step(runner: Runner, room: int) -> tuple[int, int]:

@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 
 from qwen_ray.config import CaptionConfig
+from qwen_ray.engines.protocol import Sampling
 from qwen_ray.engines.qwen_vl.attention import Rows, best, segments
 from qwen_ray.engines.qwen_vl.cache import PAGE, KeyValues, Where, bytes_a_page
 from qwen_ray.engines.qwen_vl.compiled import compiled, plain
@@ -33,8 +34,6 @@ from qwen_ray.engines.qwen_vl.scheduler import Sequence, Stretch
 from qwen_ray.engines.qwen_vl.vision import Grid, VisionTower
 from qwen_ray.engines.trace import Laps
 
-KEPT_FEATURES_BYTES = 1 << 30
-"""Features of pictures kept for requests that show them again."""
 Tokens = Callable[[], list[int]]
 
 
@@ -75,7 +74,7 @@ class Runner:
 
     def start(self, plan: MemoryPlan) -> None:
         """Take the memory that was planned, and record decode steps."""
-        self.max_patches = plan.max_patches
+        self.max_patches, self._features_bytes = plan.max_patches, plan.features
         self._cache = self._key_values(plan.num_pages)
         width = -(-min(self.context, plan.num_tokens) // PAGE)
         self._table = torch.full((self._num_slots + 1, width), plan.num_pages, dtype=torch.int32, device=self.device)
@@ -109,7 +108,9 @@ class Runner:
         return max((t * h * w for t, h, w in sequence.prompt.grids), default=0)
 
     def measure_step(self, num_tokens: int, num_patches: int) -> int:
-        """Bytes that a prompt step of this size takes beside weights and cache. Compiles what is compiled."""
+        """Bytes that a prompt step of this size, or choosing a token for every slot, takes beside weights and cache.
+        Compiles what is compiled.
+        """
         torch.cuda.empty_cache()
         cache = self._key_values(-(-num_tokens // PAGE))
         held: int = torch.cuda.memory_allocated(self.device)
@@ -135,6 +136,10 @@ class Runner:
         whole = segments([num_tokens], None, self.device)
         step = PromptStep(cache, self._attention, where, whole, segments([1], [num_tokens], self.device), None, end)
         self._language.logits(places % 7, places.expand(3, -1), step, seen)
+        del levels, seen
+        logits = torch.zeros(self._num_slots, self._text.vocab_size, dtype=self._dtype, device=self.device)
+        penalty, streams = torch.ones_like(logits[:, :1]), torch.arange(self._num_slots, device=self.device)
+        choose(penalised(logits, logits > 0, penalty), streams, Sampling(1, temperature=1.0, top_p=0.9, top_k=20))
 
     def read(self, stretches: Many[Stretch]) -> Tokens:
         """Read stretches of prompts; the tokens that follow those that end."""
@@ -252,7 +257,7 @@ class Runner:
         if not digest:
             return
         self._features[digest] = features
-        while sum(one.nbytes for one in self._features.values()) > KEPT_FEATURES_BYTES:
+        while sum(one.nbytes for one in self._features.values()) > self._features_bytes:
             self._features.popitem(last=False)
 
     def _seen_in(self, stretches: Many[Stretch]) -> Seen | None:

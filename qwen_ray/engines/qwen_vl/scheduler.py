@@ -36,7 +36,7 @@ class Sequence:
         num_asked: tokens of the answer that the GPU has been asked for, `output` included.
         num_cached: tokens whose keys and values are in the cache, or will be when the step in flight ends.
         features: of its media, from when they are needed to when the prompt is read.
-        alone: read it without company, to see whether it is the one that fails.
+        alone: work on it without company, to see whether it is the one that fails.
     """
 
     request: CaptionRequest
@@ -103,11 +103,11 @@ class Scheduler:
     Args:
         pages: of the cache.
         num_slots: most sequences in the cache at once.
-        budget: most tokens of a prompt step; may be changed between steps.
+        budget: most tokens of a prompt step; may be changed between steps, as may `most_rows` of a decode step.
     """
 
     def __init__(self, pages: Pages, num_slots: int, budget: int) -> None:
-        self.pages, self.budget = pages, budget
+        self.pages, self.budget, self.most_rows = pages, budget, num_slots
         self.waiting: deque[Sequence] = deque()
         self.reading: list[Sequence] = []
         self.answering: list[Sequence] = []
@@ -226,9 +226,10 @@ class Scheduler:
         return stretches
 
     def _rows(self) -> list[Sequence]:
-        """Sequences that go on, each with room for one token more."""
+        """Sequences that go on, the oldest first, each with room for one token more."""
         rows: list[Sequence] = []
-        for sequence in [one for one in self.answering if not one.is_asked_out]:
+        going = [one for one in self.answering if not one.is_asked_out][: self.most_rows]
+        for sequence in next(([one] for one in going if one.alone), going):
             if len(sequence.pages) * PAGE == sequence.num_cached:
                 if not self.pages.num_free:
                     break
