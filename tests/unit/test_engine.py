@@ -20,6 +20,7 @@ from qwen_ray.engines.qwen_vl.engine import MEMORY_FLAG, QwenVLEngine
 from qwen_ray.engines.qwen_vl.memory import MemoryPlan
 from qwen_ray.errors import RequestError, ResourceError
 from tests.checkpoints import write_checkpoint
+from tests.patches import by_definition
 from tests.scenes import filmed
 
 LONG = Sampling(100, stop_token_ids=())
@@ -162,14 +163,10 @@ def test_images_and_several_media_are_what_generate_takes(family):
     model = AutoModelForImageTextToText.from_pretrained(config.model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(config.model)
     image, clip = both.media
-    is_2_5 = model.config.model_type == "qwen2_5_vl"
-    patch = model.config.vision_config.patch_size
-    pixels = [_patches(one.frames_THWC, patch, is_2_5) for one in (image, clip)]
-    grids = [
-        [max(1, one.frames_THWC.shape[0] // 2), *(n // patch for n in one.frames_THWC.shape[1:3])] for one in both.media
-    ]
+    kind = model.config.model_type
+    pixels, grids = zip(*(by_definition(one.frames_THWC, kind) for one in (image, clip)), strict=True)
     cells = [h * w // 4 for _, h, w in grids]
-    if is_2_5:
+    if kind == "qwen2_5_vl":
         video = "<|video_pad|>" * (cells[1] * grids[1][0])
     else:
         times = clip.frame_times_s
@@ -186,30 +183,11 @@ def test_images_and_several_media_are_what_generate_takes(family):
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": types}
     inputs |= {"pixel_values": pixels[0], "image_grid_thw": torch.tensor(grids[:1])}
     inputs |= {"pixel_values_videos": pixels[1], "video_grid_thw": torch.tensor(grids[1:])}
-    if is_2_5:
+    if kind == "qwen2_5_vl":
         inputs["second_per_grid_ts"] = torch.tensor([1.0])
     with torch.inference_mode():
         tokens = model.generate(**inputs, do_sample=False, max_new_tokens=12)
     assert got == tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).strip()
-
-
-def _patches(frames_THWC, patch, is_2_5):
-    """Normalised patches by definition; a single frame is shown twice."""
-    if len(frames_THWC) == 1:
-        frames_THWC = np.repeat(frames_THWC, 2, axis=0)
-    mean = torch.tensor([0.48145466, 0.4578275, 0.40821073] if is_2_5 else [0.5] * 3)
-    std = torch.tensor([0.26862954, 0.26130258, 0.27577711] if is_2_5 else [0.5] * 3)
-    pixels = (torch.from_numpy(frames_THWC).float() - mean * 255) / (std * 255)
-    num_frames, height, width, _ = pixels.shape
-    rows = [
-        pixels[t : t + 2, y + dy : y + dy + patch, x + dx : x + dx + patch].permute(3, 0, 1, 2).reshape(-1)
-        for t in range(0, num_frames, 2)
-        for y in range(0, height, 2 * patch)
-        for x in range(0, width, 2 * patch)
-        for dy in (0, patch)
-        for dx in (0, patch)
-    ]
-    return torch.stack(rows)
 
 
 def test_each_request_is_sampled_in_its_own_way(family):

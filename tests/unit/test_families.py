@@ -11,13 +11,10 @@ from qwen_ray.config import CaptionConfig, preset
 from qwen_ray.engines import build
 from qwen_ray.engines.protocol import CaptionRequest, Medium
 from tests.checkpoints import FAMILIES, write_checkpoint
+from tests.patches import by_definition
 from tests.scenes import filmed
 
 NEW_TOKENS = 12
-STATISTICS = {
-    "qwen2_5_vl": ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]),
-    "qwen3": ([0.5] * 3, [0.5] * 3),
-}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -46,26 +43,10 @@ def _at(request, times_s):
     return Medium(request.media[0].frames_THWC, tuple(times_s))
 
 
-def _by_definition(frames_THWC, patch, mean, std):
-    """`pixel_values_videos`: time, merge cells by row, the cell's patches by row; inside: channel, time, y, x."""
-    pixels = (torch.from_numpy(frames_THWC).float() - torch.tensor(mean) * 255) / (torch.tensor(std) * 255)
-    num_frames, height, width, _ = pixels.shape
-    rows = [
-        pixels[t : t + 2, y + dy : y + dy + patch, x + dx : x + dx + patch].permute(3, 0, 1, 2).reshape(-1)
-        for t in range(0, num_frames, 2)
-        for y in range(0, height, 2 * patch)
-        for x in range(0, width, 2 * patch)
-        for dy in (0, patch)
-        for dx in (0, patch)
-    ]
-    return torch.stack(rows), [num_frames // 2, height // patch, width // patch]
-
-
 def _inputs(family, tokenizer, request, system="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"):
     """What `generate()` takes, put together as the model cards describe it."""
     is_2_5 = family == "qwen2_5_vl"
-    mean, std = STATISTICS["qwen2_5_vl" if is_2_5 else "qwen3"]
-    pixels, grid = _by_definition(request.media[0].frames_THWC, 14 if is_2_5 else 16, mean, std)
+    pixels, grid = by_definition(request.media[0].frames_THWC, family)
     pads = "<|video_pad|>" * (grid[1] * grid[2] // 4)
     times = request.media[0].frame_times_s
     if is_2_5:
