@@ -37,7 +37,7 @@ class _Asked:
 
 
 class GenerateEngine:
-    """A `CaptionEngine` over `generate()`. Requests of one batch must agree in their sampling; others wait."""
+    """A `CaptionEngine` over `generate()`. Of a batch, requests that agree in their sampling are answered together."""
 
     def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
         # "auto" spreads a model that needs several GPUs over all that this process was given, layer by layer.

@@ -3,7 +3,7 @@
 A step is either a prompt step, up to `budget` tokens of prompts, or a decode step, one token for every sequence that
 answers. Prompt steps are worth waiting for: read together, prompts run at the speed of matrix products, while a few
 alone would hold all answers up. So a prompt step comes when there is a whole budget's worth to read, when nobody
-answers, or when somebody has waited for `PATIENCE` decode steps.
+answers, or when the last one is `PATIENCE` decode steps ago.
 
 Pages are taken as tokens need them. When there are none left, the youngest sequence gives its own back and is read
 again later, its answer so far included; the oldest is never disturbed, so all of them end.
