@@ -139,13 +139,31 @@ def test_features_of_a_picture_serve_prompts_that_begin_otherwise(family):
     assert engine.statistics().num_media_reused == 2
 
 
+def test_clips_that_differ_in_their_pixels_alone_are_told_apart(family):
+    config, requests, _ = family
+    height, width = requests[5].media[0].frames_THWC.shape[1:3]
+    draw = np.random.default_rng(8)
+    clips = [_medium(draw, 8, 2 * height, width) for _ in range(4)]
+    asked = [CaptionRequest(str(k), (clip,), "What is it?", sampling=Sampling(8)) for k, clip in enumerate(clips)]
+    texts = []
+    for reuse in (False, True):
+        engine = _engine(config, batch_size=2, reuse=reuse)
+        texts.append([answer.result().text for answer in [engine.submit(one) for one in asked]])
+        engine.close()
+        assert engine.statistics().num_reused_tokens == 0
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == len(clips)
+
+
 def test_other_times_are_another_clip(family):
     config, requests, _ = family
     clip = requests[5].media[0]
     late = Medium(clip.frames_THWC, tuple(9 * time_s for time_s in clip.frame_times_s))
-    engine = _engine(config, batch_size=1)
+    engine = _engine(config, batch_size=1, reuse=True)
     first, second = (
-        engine.submit(CaptionRequest("k", (one,), "Describe the video.", sampling=Sampling(30))).result().text
+        engine.submit(CaptionRequest("k", (one,), "Describe the video." + " really" * 60, sampling=Sampling(30)))
+        .result()
+        .text
         for one in (clip, late)
     )
     engine.close()

@@ -42,10 +42,9 @@ class PromptStep:
     Attributes:
         where: places of the T tokens in the cache.
         all_queries: each stretch looking at its sequence from the first token on.
-        last_queries: the last token of each prompt that ends here, likewise.
+        last_queries: the last token of each prompt, likewise, where all end here; none otherwise.
         context: places of all keys that are looked at; None where every prompt begins in this step.
         last_R: int64, indices of those last tokens.
-        last_context: int64, which of the keys looked at are theirs; None where all are.
     """
 
     cache: KeyValues
@@ -55,7 +54,6 @@ class PromptStep:
     last_queries: Segments
     context: Where | None
     last_R: torch.Tensor
-    last_context: torch.Tensor | None = None
 
     def wanted(self, tokens: torch.Tensor) -> torch.Tensor:
         """See `Step.wanted`."""
@@ -71,8 +69,6 @@ class PromptStep:
             return q
         if not last:
             return self.attention.packed(q, k, v, self.all_queries, causal=True)
-        if self.last_context is not None:
-            k, v = k[self.last_context], v[self.last_context]
         return self.attention.packed(q, k, v, self.last_queries, causal=True)
 
 

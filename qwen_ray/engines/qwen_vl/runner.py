@@ -185,14 +185,7 @@ class Runner:
         queries, keys = [s.stop - s.start for s in stretches], [s.stop for s in stretches]
         fresh = all(stretch.start == 0 for stretch in stretches)
         context = None if fresh else self._where([_places(s.sequence, 0, s.stop) for s in stretches])
-        ends = [s.ends for s in stretches]
-        last_R = (np.cumsum(queries) - 1)[ends]
-        last_context = None
-        if not all(ends):
-            starts = np.cumsum(keys) - keys
-            ranges = [np.arange(start, start + n) for start, n, end in zip(starts, keys, ends, strict=True) if end]
-            last_context = self._upload(np.concatenate([np.empty(0, np.int64), *ranges]))
-        asked = [n for n, end in zip(keys, ends, strict=True) if end]
+        asked = keys if all(s.ends for s in stretches) else []  # one that does not end is read alone
         return PromptStep(
             cache=self._cache,
             attention=self._attention,
@@ -200,8 +193,7 @@ class Runner:
             all_queries=segments(queries, None if fresh else keys, self.device),
             last_queries=segments([1] * len(asked), asked, self.device),
             context=context,
-            last_R=self._upload(last_R.astype(np.int64)),
-            last_context=last_context,
+            last_R=self._upload(np.cumsum(queries)[: len(asked)] - 1),
         )
 
     def _see(self, stretches: Many[Stretch]) -> None:

@@ -210,8 +210,8 @@ class Scheduler:
         return to_read >= self.budget or self._patience <= 0 or all(one.is_asked_out for one in self.answering)
 
     def _stretches(self) -> list[Stretch]:
-        """Whole prompts as far as the budget goes; only one that is larger than the budget is read in parts, since
-        whatever begins within a prompt has to fetch its past from the cache.
+        """Whole prompts as far as the budget goes; only one that is larger than the budget is read in parts, and alone,
+        since whatever begins within a prompt has to fetch its past from the cache.
         """
         stretches: list[Stretch] = []
         room = self.budget
