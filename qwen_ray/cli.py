@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -18,6 +20,10 @@ from rich.markup import escape
 from qwen_ray import api
 from qwen_ray.config import PRESETS, JobConfig, from_dict, to_yaml
 from qwen_ray.errors import ConfigError, LeaseLostError, QwenRayError
+
+STOP_S = 20.0
+"""Longest time from a signal to the end. Spot instances give 30 s to 2 minutes."""
+GOES_ON = "The same command goes on from there"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 out, err = Console(), Console(stderr=True)
@@ -41,6 +47,13 @@ PromptOption = Annotated[
 LimitOption = Annotated[int, typer.Option("--limit", help="Take only the first N inputs.")]
 EndpointOption = Annotated[str, typer.Option("--endpoint-url", help="S3 endpoint of a store other than AWS.")]
 AddressOption = Annotated[str, typer.Option("--address", help="Ray cluster to join; by default one is started here.")]
+MaxHoursOption = Annotated[
+    float, typer.Option("--max-hours", help="Stop after so many hours; what is finished is committed (exit code 3).")
+]
+MaxCostOption = Annotated[
+    float, typer.Option("--max-cost", help="Stop at this cost; budget.gpu_hour_price says what a GPU's hour costs.")
+]
+GpusOption = Annotated[int, typer.Option("--gpus", help="Wait until the cluster has so many GPUs, asking for them.")]
 OfflineOption = Annotated[
     bool, typer.Option("--offline", help="Take models from folders and caches alone; see `qwen-ray fetch`.")
 ]
@@ -59,11 +72,15 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     endpoint_url: EndpointOption = "",
     address: AddressOption = "",
+    max_hours: MaxHoursOption = 0.0,
+    max_cost: MaxCostOption = 0.0,
+    gpus: GpusOption = 0,
     offline: OfflineOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Caption and transcribe INPUT into tables under OUTPUT. Run it again at any time: it goes on where it stopped."""
     job = _offline(_job(input, output, preset, config, set, prompt, limit, endpoint_url, address), offline)
+    job = _bounded(job, max_hours, max_cost, gpus)
     if dry_run:
         _show_plan(job, as_json)
     else:
@@ -218,7 +235,8 @@ def main(command: typer.Typer = app, arguments: Sequence[str] | None = None) -> 
         command: what to run.
         arguments: its words; by default those of the process.
     """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # preemption stops like Ctrl-C: what is done is kept
+    for number in (signal.SIGTERM, signal.SIGINT):  # preemption stops like Ctrl-C: what is done is kept
+        signal.signal(number, _interrupt)
     try:
         command(arguments)
     except (ConfigError, LeaseLostError) as error:
@@ -227,6 +245,20 @@ def main(command: typer.Typer = app, arguments: Sequence[str] | None = None) -> 
         _fail(str(error), 1)
     except OSError as error:  # a file that the user named: an output folder that is a file, a full disk
         _fail(f"{error.filename or 'this machine'}: {error.strerror or error}", 2)
+
+
+def _interrupt(*_: object) -> None:
+    """Stop, and be over soon: whoever stops us, a spot market or a scheduler, kills what lingers."""
+    last = threading.Timer(STOP_S, _give_up)
+    last.daemon = True
+    last.start()
+    raise KeyboardInterrupt
+
+
+def _give_up() -> None:
+    """The store or the cluster does not answer. What is on its way is settled by the next run."""
+    print(f"error: stopped; not everything could be committed within {STOP_S:g} s. {GOES_ON}", file=sys.stderr)
+    os._exit(130)
 
 
 def _job(
@@ -257,6 +289,14 @@ def _offline(job: JobConfig, offline: bool) -> JobConfig:
     return dataclasses.replace(job, weights=dataclasses.replace(job.weights, offline=offline or job.weights.offline))
 
 
+def _bounded(job: JobConfig, max_hours: float, max_cost: float, gpus: int) -> JobConfig:
+    budget = job.budget
+    hours, cost = max_hours or budget.max_hours, max_cost or budget.max_cost
+    return dataclasses.replace(
+        job, budget=dataclasses.replace(budget, max_hours=hours, max_cost=cost), gpus=gpus or job.gpus
+    )
+
+
 def _show_plan(job: JobConfig, as_json: bool) -> None:
     planned = api.plan(job)
     if as_json:
@@ -276,7 +316,7 @@ def _execute(job: JobConfig, *, as_json: bool, retry: bool, leave: bool = True) 
         with redirect_stdout(sys.stderr), screens.live_progress() as on_progress:
             report = execute(job, on_progress=on_progress, retry=retry)
     except KeyboardInterrupt:
-        _fail("stopped; what was finished is committed, and the same command goes on from there", 130)
+        _fail(f"stopped; what was finished is committed. {GOES_ON}", 130)
     if as_json:
         _print_json(report.to_dict())
     else:

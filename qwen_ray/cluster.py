@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -41,6 +42,35 @@ def connected(address: str) -> Iterator[Cluster]:
     finally:
         if mine:
             ray.shutdown()
+
+
+def gather(num_gpus: int, wait_s: float) -> Iterator[Cluster]:
+    """The connected cluster as it grows, every second, until it has so many GPUs; the last one has them.
+
+    Asks Ray's autoscaler for them, which would not see what a run is going to need: pools are planned from what is
+    there. The request is withdrawn at the end; workers on the nodes keep those up from then on.
+
+    Raises:
+        ConfigError: they are not there after `wait_s` seconds.
+    """
+    if not num_gpus:
+        return
+    from ray.autoscaler.sdk import request_resources
+
+    request_resources(bundles=[{"GPU": 1}] * num_gpus)
+    deadline = time.monotonic() + wait_s
+    try:
+        while (cluster := _seen()).num_gpus < num_gpus:
+            if time.monotonic() >= deadline:
+                raise ConfigError(
+                    f"gpus = {num_gpus}: the cluster has {cluster.num_gpus} after gpus_wait_s = {wait_s:g} s; wait "
+                    "longer, ask for fewer, or see `ray status` for what the autoscaler cannot get"
+                )
+            yield cluster
+            time.sleep(1.0)
+        yield cluster
+    finally:
+        request_resources(bundles=[])
 
 
 def _seen() -> Cluster:

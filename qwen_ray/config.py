@@ -285,6 +285,28 @@ class CommitConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class BudgetConfig:
+    """How long a run may go on and what it may cost. A run that stops has committed what it finished."""
+
+    max_hours: float = speed(0.0)
+    """Hours from the start after which the run stops; 0 is no bound."""
+    max_cost: float = speed(0.0)
+    """Cost, in the currency of the prices, after which the run stops; 0 is no bound."""
+    gpu_hour_price: float = speed(0.0)
+    """Price of an hour of each GPU that the cluster has while the run lasts."""
+    cpu_hour_price: float = speed(0.0)
+    """Price of an hour of each CPU core, likewise; 0 where a GPU's price includes them."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_hours", "max_cost", "gpu_hour_price", "cpu_hour_price"):
+            value = getattr(self, name)
+            _check(0 <= value < math.inf, f"budget.{name}", value, "0 or more")
+        priced = self.gpu_hour_price > 0 or self.cpu_hour_price > 0
+        allowed = "0, unless budget.gpu_hour_price or budget.cpu_hour_price says what an hour costs"
+        _check(self.max_cost == 0 or priced, "budget.max_cost", self.max_cost, allowed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class JobConfig:
     """A whole run."""
 
@@ -296,6 +318,12 @@ class JobConfig:
     """Name of the preset this configuration started from."""
     address: str = speed("")
     """Ray cluster to join; empty starts a private one on this machine."""
+    gpus: int = speed(0)
+    """GPUs to wait for before the run is planned, asked of Ray's autoscaler if there is one; 0 takes what is there."""
+    gpus_wait_s: float = speed(900.0)
+    """Longest wait in seconds for them."""
+    stall_s: float = speed(1800.0)
+    """Seconds without a finished row after which what has held a row for so long is ended and tried again."""
     limit: int = speed(0)
     """Most inputs to take, in listing order; 0 for all."""
     max_failed_fraction: float = speed(0.1)
@@ -314,9 +342,14 @@ class JobConfig:
     """Downloads of models."""
     commit: CommitConfig = CommitConfig()
     """Commits."""
+    budget: BudgetConfig = BudgetConfig()
+    """When to stop, whatever is left."""
 
     def __post_init__(self) -> None:
         _check(self.limit >= 0, "limit", self.limit, "0 (all) or more")
+        _check(self.gpus >= 0, "gpus", self.gpus, "0 (what is there) or more")
+        _check(self.gpus_wait_s >= 0, "gpus_wait_s", self.gpus_wait_s, "0 or more seconds")
+        _check(self.stall_s >= 1, "stall_s", self.stall_s, "1 second or more")
         _check(0 <= self.max_failed_fraction <= 1, "max_failed_fraction", self.max_failed_fraction, "0 to 1")
         _check(self.max_attempts >= 1, "max_attempts", self.max_attempts, "1 or more")
         _check(
@@ -412,7 +445,10 @@ def override(config: JobConfig, values: Mapping[str, Any]) -> JobConfig:
     """A copy with nested `values` laid over it. Raises ConfigError naming the field, what was found, what is
     allowed.
     """
-    merged = _merge(to_dict(config), values, JobConfig, "")
+    return _checked(_merge(to_dict(config), values, JobConfig, ""))
+
+
+def _checked(merged: Mapping[str, Any]) -> JobConfig:
     from pydantic import (
         TypeAdapter,
         ValidationError,
@@ -433,6 +469,7 @@ def set_paths(config: JobConfig, assignments: list[str]) -> JobConfig:
     """Apply `path=value` assignments, values in YAML (`caption.temperature=0.7`, `speech=null`)."""
     import yaml
 
+    merged = to_dict(config)
     for assignment in assignments:
         path, equals, text = assignment.partition("=")
         if not equals:
@@ -444,8 +481,8 @@ def set_paths(config: JobConfig, assignments: list[str]) -> JobConfig:
             raise ConfigError(f"--set {assignment!r}: {problem}; quote it as YAML does") from None
         for key in reversed(path.strip().split(".")):
             nested = {key: nested}
-        config = override(config, nested)
-    return config
+        merged = _merge(merged, nested, JobConfig, "")
+    return _checked(merged)  # once, as values may need each other
 
 
 def load_file(path: str) -> dict[str, Any]:
@@ -474,14 +511,18 @@ def fingerprint(component: DecodeConfig | CaptionConfig | SpeechConfig, *more: s
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-_COMPONENTS: dict[str, type] = {
-    "decode": DecodeConfig,
-    "caption": CaptionConfig,
-    "speech": SpeechConfig,
-    "storage": StorageConfig,
-    "weights": WeightsConfig,
-    "commit": CommitConfig,
-}
+def _components() -> dict[str, type]:
+    """The dataclasses that a `JobConfig` is made of, by field."""
+    kinds = {name: (hint, *typing.get_args(hint)) for name, hint in typing.get_type_hints(JobConfig).items()}
+    return {
+        name: kind
+        for name, some in kinds.items()
+        for kind in some
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    }
+
+
+_COMPONENTS = _components()
 
 
 def _is_text(path: str, value: str) -> bool:

@@ -50,6 +50,10 @@ class LeaseLostError(QwenRayError):
     """This run held the output and lost it to another; nothing more may be written."""
 
 
+class BudgetSpentError(QwenRayError):
+    """The time or money of a run is used up; what it finished is committed."""
+
+
 class RowError(QwenRayError):
     """An error that ends in a row. `error_type` is a key of `RETRYABLE`."""
 

@@ -31,6 +31,7 @@ from qwen_ray.stages.caption import CaptionStage
 from qwen_ray.stages.decode import TODO, DecodeStage
 from qwen_ray.stages.rows import Row
 from qwen_ray.stages.transcribe import TranscribeStage
+from qwen_ray.work import Work
 
 MORE_CALLS = 64
 """Rows handed to an engine beyond those that it answers at once, so that the next are there when one is answered."""
@@ -48,24 +49,25 @@ class Room:
     """The actors of a run and the cards that are reserved for them; no reservation where no engine uses a GPU."""
 
     pools: Pools
+    run_id: str
     group: PlacementGroup | None = None
 
 
 @contextmanager
-def reserved(pools: Pools) -> Iterator[Room]:
+def reserved(pools: Pools, run_id: str) -> Iterator[Room]:
     """Hold the planned cards, each as one bundle of a placement group, until the actors on them are done.
 
     Raises:
         ConfigError: something else holds what the cluster has.
     """
     if not pools.cards:
-        yield Room(pools)
+        yield Room(pools, run_id)
         return
     bundles = [pools.shares(card) for card in pools.cards]
     group = placement_group(bundles, strategy="PACK")
     try:
         ray.get(group.ready(), timeout=RESERVE_S)
-        yield Room(pools, group)
+        yield Room(pools, run_id, group)
     except GetTimeoutError:
         free = ray.available_resources()
         needed = ", ".join(f"{bundle['GPU']:g} GPU + {bundle['CPU']:g} CPU" for bundle in bundles)
@@ -93,7 +95,10 @@ def build(
     decode = room.pools.decode
     blocks = _blocks(todos, decode.size)
     rows = _map(
-        ray.data.from_arrow(blocks), DecodeStage, (config,), replace(decode, size=min(decode.size, len(blocks)))
+        ray.data.from_arrow(blocks),
+        DecodeStage,
+        (config, Work(room.run_id, "decode")),
+        replace(decode, size=min(decode.size, len(blocks))),
     )
     if config.caption is not None:
         rows = _caption(rows, config, models, room, careful=careful)
@@ -129,7 +134,7 @@ def _engines(rows: Dataset, stage: type, arguments: tuple[Any, ...], name: str, 
     return _map(
         rows,
         stage,
-        arguments,
+        (*arguments, Work(room.run_id, name)),
         pool,
         {"max_concurrent_calls_per_actor": calls, "enable_true_multi_threading": True},
         fn_constructor_kwargs={"cuda": pool.num_gpus > 0},

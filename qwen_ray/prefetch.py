@@ -10,11 +10,11 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from qwen_ray.engines import weights
 from qwen_ray.engines.models import Model
 from qwen_ray.errors import EngineError, QwenRayError
+from qwen_ray.nodes import living, on
 
 _TELL_EVERY_S = 1.0
 
@@ -33,9 +33,9 @@ def fetch(models: Sequence[Model], *, on_gpu: bool) -> Iterator[tuple[int, int]]
         EngineError: the work died on a node that is alive.
     """
     models = [model for model in models if model.files]
-    nodes = _nodes("GPU" if on_gpu else "CPU") if models else []
+    nodes = living("GPU" if on_gpu else "CPU") if models else []
     task = ray.remote(num_cpus=0)(_on_node)
-    working = {task.options(scheduling_strategy=_on(node)).remote(models): node for node in nodes}
+    working = {task.options(scheduling_strategy=on(node)).remote(models): node for node in nodes}
     ready = dict.fromkeys(nodes, 0)
     total = sum(model.size_bytes for model in models)
     while working:
@@ -63,18 +63,10 @@ def _take(stream: Any, working: dict[Any, str], ready: dict[str, int]) -> None:
         del working[stream]
         return
     except RayError as error:
-        if node in _nodes("CPU"):
+        if node in living("CPU"):
             raise EngineError(f"fetching weights on node {node[:8]} failed: {type(error).__name__}") from error
         del working[stream], ready[node]
         return
     if isinstance(told, QwenRayError):
         raise told
     ready[node] = told
-
-
-def _nodes(resource: str) -> list[str]:
-    return [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get(resource, 0) > 0]
-
-
-def _on(node: str) -> Any:
-    return NodeAffinitySchedulingStrategy(node, soft=False)

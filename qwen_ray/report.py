@@ -40,6 +40,14 @@ class RunReport:
     num_recovered_rows: int = 0
     max_failed_fraction: float = 1.0
     elapsed_s: float = 0.0
+    gpu_hours: float = 0.0
+    """Hours of the GPUs that the cluster had while the run lasted."""
+    cost: float = 0.0
+    """By the prices of the configuration."""
+    stalls: list[str] = field(default_factory=list)
+    """What was stuck, and ended to be tried again."""
+    stopped: str = ""
+    """Which budget ended the run before all was done."""
 
     @property
     def failed_fraction(self) -> float:
@@ -49,8 +57,9 @@ class RunReport:
 
     @property
     def exit_code(self) -> int:
-        """0 done, 1 more failures than `max_failed_fraction` allows."""
-        return int(self.failed_fraction > self.max_failed_fraction)
+        """0 done, 1 more failures than `max_failed_fraction` allows, 3 stopped by its budget."""
+        failed = int(self.failed_fraction > self.max_failed_fraction)
+        return 3 if self.stopped and not failed else failed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as in `report.json`."""
@@ -76,6 +85,7 @@ class RunFolder:
         self._prefix = f"_runs/{identity.run_id}"
         self._identity = identity
         self._started = False
+        self._num_stalls = 0
         self._dead_letters: list[dict[str, Any]] = []
 
     def start(self, config: JobConfig) -> None:
@@ -91,6 +101,11 @@ class RunFolder:
                 names = ("video_id", "uri", "version", "status", "error_type", "error_message", "attempts")
                 letter = {name: one.video[name] for name in names}
                 self._dead_letters.append(letter | {"retryable": RETRYABLE.get(one.video["error_type"], False)})
+
+    def write_stacks(self, stacks: str) -> None:
+        """Keep where the threads of stuck workers were: `stall-1.txt`, `stall-2.txt`, ..."""
+        self._num_stalls += 1
+        self._storage.write(f"{self._prefix}/stall-{self._num_stalls}.txt", stacks.encode())
 
     def finish(self, report: RunReport) -> None:
         """Write the report and the dead letters, unless the run never started."""

@@ -11,22 +11,22 @@ import json
 import queue
 import secrets
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
 from qwen_ray.assemble import Assembler
-from qwen_ray.cluster import connected
+from qwen_ray.budget import Budget
+from qwen_ray.cluster import connected, gather
 from qwen_ray.committer import Committer
 from qwen_ray.config import JobConfig, fingerprint
 from qwen_ray.engines import build
 from qwen_ray.engines.models import Model
-from qwen_ray.errors import ConfigError, EngineError, LeaseLostError, QwenRayError
+from qwen_ray.errors import BudgetSpentError, ConfigError, EngineError, LeaseLostError, QwenRayError
 from qwen_ray.io.commits import CommitLog
 from qwen_ray.io.lease import Lease
 from qwen_ray.io.ledger import Fingerprints, Ledger, Plan, Todo, mark_changes, plan
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ray.data import Dataset
 
     from qwen_ray.pipeline import Room
+    from qwen_ray.watchdog import Stall, Watchdog
 
 PASSES = 2
 """Times that what is missing is run before it is recorded as lost."""
@@ -70,6 +71,8 @@ class Progress:
     failed: int = 0
     bytes_ready: int = 0
     bytes_wanted: int = 0
+    notes: list[str] = field(default_factory=list)
+    """What people should know at once, such as stalls; in order."""
 
     def count(self, row: Row) -> None:
         """Add a row that came out of the pipeline."""
@@ -181,7 +184,7 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry: bool
         LeaseLostError: another run took the output over; nothing of this run is half-written.
         EngineError: the pipeline stopped; what was finished is committed, and the same command goes on.
     """
-    started = time.monotonic()
+    budget = Budget(config.budget)
     storage = open_storage(config.output, config.storage)
     recipe = prepare(config, storage if retry else None)
     identity = Identity(_new_run_id(), recipe.fingerprints)
@@ -197,13 +200,15 @@ def run(config: JobConfig, *, on_progress: OnProgress | None = None, retry: bool
         try:
             if planned.todo:
                 output = _Output(storage, lease, log, folder)
-                _Execution(recipe, identity, output, report, on_progress or (lambda _: None)).run(planned.todo)
+                _Execution(recipe, identity, output, report, budget, on_progress or (lambda _: None)).run(planned.todo)
             else:
                 folder.start(recipe.config)
             log.save_open(None)
             report.finished = True
+        except BudgetSpentError as spent:
+            report.stopped = str(spent)
         finally:
-            report.elapsed_s = time.monotonic() - started
+            report.elapsed_s, report.gpu_hours, report.cost = budget.spent()
             if not lease.lost.is_set():
                 folder.finish(report)
     return report
@@ -223,9 +228,16 @@ class _Execution:
     """The part of a run that needs a cluster."""
 
     def __init__(
-        self, recipe: Recipe, identity: Identity, output: _Output, report: RunReport, on_progress: OnProgress
+        self,
+        recipe: Recipe,
+        identity: Identity,
+        output: _Output,
+        report: RunReport,
+        budget: Budget,
+        on_progress: OnProgress,
     ) -> None:
         self._recipe, self._identity, self._output, self._report = recipe, identity, output, report
+        self._budget = budget
         self._committer = Committer(output.log, output.storage, recipe.config.commit, self._committed)
         self._progress, self._on_progress = Progress(), on_progress
 
@@ -237,7 +249,10 @@ class _Execution:
         self._report.num_recovered_rows = assembler.load(saved) if saved else 0
         self._progress.videos_planned = len(todos)
         self._phase("starting Ray")
-        with connected(self._recipe.config.address) as cluster, self._kept(assembler):
+        with connected(self._recipe.config.address) as found, self._kept(assembler):
+            cluster = self._gather(found)
+            self._budget.runs_on(cluster)
+            self._watchdog = self._watch(todos)
             pools = plan_pools(self._recipe.config, cluster)  # refuses before anything is written
             self._fetch_weights(todos, on_gpu=bool(pools.cards))
             self._output.folder.start(self._recipe.config)
@@ -305,7 +320,7 @@ class _Execution:
 
         pools = plan_pools(config, cluster)
         pipeline.configure(config, pools, cluster.object_store_bytes, num_rows, careful=careful)
-        with pipeline.reserved(pools) as room:
+        with pipeline.reserved(pools, self._identity.run_id) as room:
             yield room
 
     def _drain(self, dataset: Dataset, assembler: Assembler) -> None:
@@ -313,7 +328,10 @@ class _Execution:
         from qwen_ray import pipeline
 
         self._phase("loading models")
+        self._watchdog.saw_rows()
         for table in _with_ticks(pipeline.execute(dataset)):
+            if table is not None:
+                self._watchdog.saw_rows()
             for row in read_rows(table) if table is not None else ():
                 if assembler.add(row):
                     self._progress.phase = "running"
@@ -322,6 +340,27 @@ class _Execution:
                 raise LeaseLostError(f"{self._recipe.config.output}: another run has taken over")
             self._committer.tick(assembler)
             self._on_progress(self._progress)
+            self._budget.check()
+            self._watchdog.look()
+
+    def _gather(self, found: Cluster) -> Cluster:
+        """The cluster with the GPUs that the configuration waits for."""
+        config, cluster = self._recipe.config, found
+        for cluster in gather(config.gpus, config.gpus_wait_s):
+            self._phase(f"waiting for GPUs ({cluster.num_gpus} of {config.gpus})")
+        return cluster
+
+    def _watch(self, todos: list[Todo]) -> Watchdog:
+        from qwen_ray.watchdog import Watchdog
+
+        uris = {todo.source.video_id: todo.source.uri for todo in todos}
+        return Watchdog(self._identity.run_id, self._recipe.config.stall_s, uris, self._stalled)
+
+    def _stalled(self, stall: Stall) -> None:
+        self._progress.notes.append(str(stall))
+        self._report.stalls.append(str(stall))
+        self._on_progress(self._progress)
+        self._output.folder.write_stacks(stall.stacks)
 
     def _phase(self, name: str) -> None:
         self._progress.phase = name

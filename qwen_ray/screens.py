@@ -57,7 +57,10 @@ def _progress_on(console: Console) -> Iterator[Callable[[Counts], None]]:
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("listing", total=None, counts="")
 
+        noted = _notes(console)
+
         def show(counts: Counts) -> None:
+            noted(counts)
             done, total = counts.videos, counts.videos_planned
             if counts.phase == FETCHING:
                 done, total = counts.bytes_ready, counts.bytes_wanted
@@ -68,12 +71,27 @@ def _progress_on(console: Console) -> Iterator[Callable[[Counts], None]]:
 
 def _plain_lines(console: Console) -> Callable[[Counts], None]:
     last: dict[str, Any] = {"phase": None, "at": 0.0}
+    noted = _notes(console)
 
     def show(counts: Counts) -> None:
+        noted(counts)
         if counts.phase == last["phase"] and time.monotonic() - last["at"] < LINE_EVERY_S:
             return
         last.update(phase=counts.phase, at=time.monotonic())
         console.print(f"{counts.phase}: {_line(counts)}", highlight=False)
+
+    return show
+
+
+def _notes(console: Console) -> Callable[[Counts], None]:
+    """Prints each note of a run once."""
+    num_told = 0
+
+    def show(counts: Counts) -> None:
+        nonlocal num_told
+        for note in counts.notes[num_told:]:
+            console.print(f"[yellow]note:[/yellow] {escape(note)}", highlight=False, soft_wrap=True)
+        num_told = len(counts.notes)
 
     return show
 
@@ -120,7 +138,7 @@ def show_plan(console: Console, planned: Mapping[str, Any]) -> None:
 
 def show_report(console: Console, report: RunReport) -> None:
     """What a run did."""
-    if not report.videos:
+    if not report.videos and not report.stopped:
         console.print(f"nothing to do: {_nothing(report)}", highlight=False, soft_wrap=True)
         return
     table = _table("this run", "rows", "count")
@@ -133,7 +151,11 @@ def show_report(console: Console, report: RunReport) -> None:
     console.print(table)
     took = f"run {report.run_id}: {report.elapsed_s:.1f} s; tables in {escape(report.output)}"
     console.print(took, highlight=False, soft_wrap=True)
-    if report.exit_code:
+    if report.cost:
+        console.print(f"cost {report.cost:.2f}, {report.gpu_hours:.2f} GPU hours", highlight=False)
+    if report.stopped:
+        console.print(f"[yellow]{report.stopped}; the same command goes on from there[/yellow]", highlight=False)
+    if report.exit_code == 1:
         console.print(
             f"[red]{report.failed_fraction:.0%} of the videos failed, more than max_failed_fraction allows "
             f"({report.max_failed_fraction:.0%}); see _runs/{report.run_id}/dead_letters.jsonl[/red]",

@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Protocol, cast
 
-from qwen_ray import children, wire
+from qwen_ray import children, wire, work
 from qwen_ray.engines.journal import Journal
 from qwen_ray.engines.protocol import Caption, CaptionEngine
 from qwen_ray.errors import EngineError, QwenRayError
@@ -36,6 +36,7 @@ class Telling(Protocol):
 def main() -> None:
     """Serve requests until the parent has no more, or is gone."""
     faulthandler.enable()
+    work.show_stacks()
     sock = socket.socket(fileno=int(sys.argv[1]))
     _end_with_parent(sock)
     try:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from qwen_ray import children, wire
+from qwen_ray import children, wire, work
 from qwen_ray.errors import RowError
 from qwen_ray.media.decode import decode_events
 from qwen_ray.media.events import DecodeRequest
@@ -26,12 +26,13 @@ BEAT_S = 0.5
 """Seconds between two signs of life; each is the message None."""
 
 LOG_BYTES = 16 << 20
-"""Most that libraries may write to the log, the only file that this process writes."""
+"""Most that libraries may write to the log, beside its stacks the only file that this process writes."""
 
 
 def main() -> None:
     """Serve requests until the parent goes away."""
     faulthandler.enable()
+    work.show_stacks()
     memory_bytes = int(sys.argv[2])
     _bound_ourselves(memory_bytes)
     sock = socket.socket(fileno=int(sys.argv[1]))

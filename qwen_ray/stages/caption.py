@@ -17,6 +17,7 @@ from qwen_ray.errors import EngineError, RowError
 from qwen_ray.guards import caption_flags
 from qwen_ray.prompts import Prompt, fill
 from qwen_ray.stages.rows import Row, read_rows
+from qwen_ray.work import LOADING, NOWHERE, Work
 
 MAX_SUMMARY_CHARS = 24_000
 """Captions merged by one request: some 6,000 tokens, about an hour of 12 s clips. More are merged in steps."""
@@ -25,19 +26,18 @@ MAX_SUMMARY_CHARS = 24_000
 class CaptionStage:
     """Holds an engine. Called from many threads at once, each with one row, so the engine's batches stay full."""
 
-    def __init__(self, config: CaptionConfig, model: Model, *, cuda: bool) -> None:
-        self._config, self._model = config, model
-        self._engine = isolated_caption_engine(config, model, cuda=cuda)
+    def __init__(self, config: CaptionConfig, model: Model, work: Work = NOWHERE, *, cuda: bool) -> None:
+        self._config, self._model, self._work = config, model, work
+        with work.on(LOADING):
+            self._engine = isolated_caption_engine(config, model, cuda=cuda)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row in, one row out: a retried task can then neither repeat nor lose a row."""
         (row,) = read_rows(table)
-        if row.kind == "summary":
-            made = self._summarise(row)
-        elif row.kind == "clip" and row.frames_THWC is not None:
-            made = self._describe(row)
-        else:
+        if row.kind != "summary" and (row.kind != "clip" or row.frames_THWC is None):
             return table
+        with self._work.on(row.name):
+            made = self._summarise(row) if row.kind == "summary" else self._describe(row)
         body = {name: value for name, value in row.body.items() if name not in ("metadata", "captions")}
         return Row(row.kind, row.video_id, row.item_id, body | made).to_table()
 

@@ -21,6 +21,7 @@ from qwen_ray.media.events import ClipFailed, ClipFrames, DecodeRequest, Done, E
 from qwen_ray.media.isolate import DecodeBug, Decoder
 from qwen_ray.schema import span_id
 from qwen_ray.stages.rows import Row
+from qwen_ray.work import NOWHERE, Work
 
 TODO = pa.schema(
     [
@@ -56,8 +57,8 @@ class _Summary:
 class DecodeStage:
     """Holds a decoder's process."""
 
-    def __init__(self, config: JobConfig) -> None:
-        self._config = config
+    def __init__(self, config: JobConfig, work: Work = NOWHERE) -> None:
+        self._config, self._work = config, work
         self._decoder = Decoder(memory_bytes=int(config.decode.memory_gb * 2**30))
 
     @property
@@ -72,8 +73,9 @@ class DecodeStage:
     def __call__(self, table: pa.Table) -> Iterator[pa.Table]:
         """Rows of schema `TODO` in, rows of schema `ROWS` out, one a table."""
         for todo in table.to_pylist():
-            for row in self._video(todo):
-                yield row.to_table()
+            with self._work.on(todo["video_id"]):
+                for row in self._video(todo):
+                    yield row.to_table()
 
     def _video(self, todo: dict[str, Any]) -> Iterator[Row]:
         summary = _Summary()

@@ -44,6 +44,11 @@ class Row:
     frames_THWC: npt.NDArray[np.uint8] | None = None
     pcm: npt.NDArray[np.int16] | None = None
 
+    @property
+    def name(self) -> str:
+        """Tells the row from every other, its video first."""
+        return f"{self.video_id}-{self.item_id}"
+
     def to_table(self) -> pa.Table:
         """One-row Arrow table of schema `ROWS`."""
         texts = (self.kind, self.video_id, self.item_id, json.dumps(self.body))

@@ -14,21 +14,24 @@ from qwen_ray.engines.models import Model
 from qwen_ray.engines.protocol import Segment
 from qwen_ray.errors import EngineError, RowError
 from qwen_ray.stages.rows import Row, read_rows
+from qwen_ray.work import LOADING, NOWHERE, Work
 
 
 class TranscribeStage:
     """Holds an engine."""
 
-    def __init__(self, config: SpeechConfig, model: Model, *, cuda: bool) -> None:
-        self._config, self._model = config, model
-        self._engine = speech_engine(config, model, cuda=cuda)
+    def __init__(self, config: SpeechConfig, model: Model, work: Work = NOWHERE, *, cuda: bool) -> None:
+        self._config, self._model, self._work = config, model, work
+        with work.on(LOADING):
+            self._engine = speech_engine(config, model, cuda=cuda)
 
     def __call__(self, table: pa.Table) -> pa.Table:
         """One row in, one row out."""
         (row,) = read_rows(table)
         if row.kind != "speech" or row.pcm is None:
             return table
-        return Row(row.kind, row.video_id, row.item_id, row.body | self._transcribe(row)).to_table()
+        with self._work.on(row.name):
+            return Row(row.kind, row.video_id, row.item_id, row.body | self._transcribe(row)).to_table()
 
     def _transcribe(self, row: Row) -> dict[str, Any]:
         assert row.pcm is not None
