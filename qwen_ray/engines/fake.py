@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,13 +21,15 @@ from qwen_ray.engines.protocol import Caption, CaptionRequest, Segment
 class FakeCaptionEngine:
     """Describes the frames instead of what they show, and repeats a text that comes without frames.
 
-    With `model` = `deadly:CLIP_ID` its process dies of that clip; with `card:FOLDER` it notes there which GPU it got.
+    With `model` = `deadly:CLIP_ID` its process dies of that clip; with `card:FOLDER` it notes there which GPU it got;
+    with `slow:SECONDS` each answer takes so long, however many are waiting.
     """
 
     precision = "none"
 
     def __init__(self, model: str = "") -> None:
         self._deadly = model.removeprefix("deadly:") if model.startswith("deadly:") else None
+        self._seconds = float(model.removeprefix("slow:")) if model.startswith("slow:") else 0.0
         note_card("caption", model)
 
     def submit(self, request: CaptionRequest) -> Future[Caption]:
@@ -35,7 +38,11 @@ class FakeCaptionEngine:
             os._exit(1)
         text = " and ".join(_seen(medium.frames_THWC) for medium in request.media) or request.prompt
         answer: Future[Caption] = Future()
-        answer.set_result(Caption(text, "stop", len(request.prompt.split()), len(text.split())))
+        caption = Caption(text, "stop", len(request.prompt.split()), len(text.split()))
+        if self._seconds:
+            threading.Timer(self._seconds, answer.set_result, [caption]).start()
+        else:
+            answer.set_result(caption)
         return answer
 
     def close(self) -> None:
